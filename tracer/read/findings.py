@@ -1,0 +1,291 @@
+"""What a comparison says: frozen structs that are also the JSON of ``--json``.
+
+Every finding has a stable code; each code is a heading in ``docs/reference/findings.md``, and a test
+holds the two equal. Presenters (``tracer.reports``) know these structs and nothing else.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+__all__ = [
+    "RESULT_VERSION",
+    "BoundaryOutcome",
+    "BoundaryResult",
+    "Class",
+    "Classification",
+    "Counts",
+    "DiffResult",
+    "Distance",
+    "Finding",
+    "FindingCode",
+    "Kind",
+    "Place",
+    "Root",
+    "Side",
+    "SideSummary",
+    "Verdict",
+]
+
+RESULT_VERSION = 1
+
+
+class Verdict(str, Enum):
+    """Exit codes 0, 1 and 2, in this order."""
+
+    SAME = "same"
+    DIFFERENT = "different"
+    COULD_NOT_TELL = "could not tell"
+
+    @property
+    def exit_code(self) -> int:
+        """0 same, 1 different, 2 could not tell."""
+        return list(Verdict).index(self)
+
+
+class Side(str, Enum):
+    """Which trace a statement is about."""
+
+    A = "a"
+    B = "b"
+    BOTH = "both"
+
+
+class Kind(str, Enum):
+    """What a finding does to the verdict."""
+
+    UNREADABLE = "unreadable"
+    """The side cannot be read as a whole: 2, whatever else differs."""
+    DIFFERENCE = "difference"
+    """Proven: 1."""
+    ABSENCE = "absence"
+    """Something undeclared is missing or incomparable: 2 unless a difference is proven."""
+    INFORMATION = "information"
+    """Changes no verdict."""
+
+
+class FindingCode(str, Enum):
+    """Stable codes. Never renamed, only added."""
+
+    # a side that cannot be read as a whole
+    SHARD_MISSING = "shard-missing"
+    SHARD_UNCOMMITTED = "shard-uncommitted"
+    SHARD_TWICE = "shard-twice"
+    RUN_MIXED = "run-mixed"
+    TRACE_INCOMPLETE = "trace-incomplete"
+    SEGMENT_TORN = "segment-torn"
+    HOLE = "hole"
+    SLICES_OVERLAP = "slices-overlap"
+    # a side against itself
+    REPLICAS_DISAGREE = "replicas-disagree"
+    RECOMPUTE_DISAGREES = "recompute-disagrees"
+    REPEATS_DISAGREE = "repeats-disagree"
+    SIBLINGS_DISAGREE = "siblings-disagree"
+    PARTIAL_COPIES_IDENTICAL = "partial-copies-identical"
+    VACUOUS = "vacuous"
+    # between the sides
+    CONDITION_DIFFERS = "condition-differs"
+    INPUT_DIFFERS = "input-differs"
+    WEIGHT_DIFFERS = "weight-differs"
+    WEIGHT_MISSING = "weight-missing"
+    WEIGHT_UNKNOWN = "weight-unknown"
+    DTYPE_DIFFERS = "dtype-differs"
+    WIDTH_DIFFERS = "width-differs"
+    VALUE_DIFFERS = "value-differs"
+    CHOICE_DIFFERS = "choice-differs"
+    BOUNDARY_MISSING = "boundary-missing"
+    ROWS_UNMATCHED = "rows-unmatched"
+    ROWS_NOT_COMPUTED = "rows-not-computed"
+    NOTHING_COMPARED = "nothing-compared"
+    ONLY_BY_SKETCH = "only-by-sketch"
+    NOT_OBSERVABLE = "not-observable"
+    INTERVENTION = "intervention"
+    NOTE = "note"
+
+
+class Class(str, Enum):
+    """Classes in the order they are ruled out."""
+
+    INPUT = "input mismatch"
+    WEIGHT = "weight mismatch"
+    DISCRETE = "discrete path mismatch"
+    CORRECTNESS = "correctness error"
+    FLOATING_POINT = "normal floating point"
+    QUANTIZATION = "quantization as designed"
+    UNLOCALIZED = "unlocalized"
+
+
+class _Result(msgspec.Struct, frozen=True):
+    """Base of every result struct."""
+
+
+class Place(_Result, kw_only=True):
+    """A cell of one or both traces."""
+
+    boundary: str
+    """Boundary, or semantic name of a weight."""
+    request: str = ""
+    """Request id where the user gave one, else the sequence's label; empty for weights."""
+    position: int | None = None
+    """Index of the token in its sequence, from 0."""
+    expert: int | None = None
+    side: Side = Side.BOTH
+    ranks: tuple[int, ...] = ()
+
+
+class Finding(_Result, kw_only=True):
+    """One thing that was found."""
+
+    code: FindingCode
+    kind: Kind
+    boundary: str = ""
+    side: Side = Side.BOTH
+    rows: int = 0
+    text: str
+    """A sentence for people, with numbers."""
+    request: str = ""
+    position: int | None = None
+    ranks: tuple[int, ...] = ()
+    remedy: str = ""
+
+
+class Distance(_Result, kw_only=True):
+    """Relative distances of the differing rows, from the sketches: ``|sketch(x) - sketch(y)| / max(|x|, |y|)``.
+
+    ``None`` means undefined (zero norms, an overflowed bucket, no sketch); ``below_resolution`` says that
+    digests differ although every sketch distance is exactly 0."""
+
+    largest: float | None = None
+    median: float | None = None
+    below_resolution: bool = False
+
+
+class BoundaryOutcome(str, Enum):
+    """What became of one boundary in a comparison."""
+
+    IDENTICAL = "identical"
+    WITHIN_FLOOR = "within floor"
+    DIFFERS = "differs"
+    HEALS = "heals"
+    """Differs here, and is equal again at a later boundary that depends on it."""
+    BY_SKETCH = "by sketch"
+    """Partial sums: only the sketch could be compared."""
+    MISSING = "missing"
+    INCOMPARABLE = "incomparable"
+    NOT_OBSERVABLE = "not observable"
+    NOT_RECORDED = "not recorded"
+
+
+class BoundaryResult(_Result, kw_only=True):
+    """One boundary, both sides."""
+
+    name: str
+    outcome: BoundaryOutcome
+    level: int = 0
+    rows_compared: int = 0
+    rows_differing: int = 0
+    rows_above_floor: int = 0
+    tokens: str = ""
+    """Which rows differ: all, all but position 0, from position 8, n of m."""
+    first_request: str = ""
+    first_position: int | None = None
+    distance: Distance | None = None
+    floor: float | None = None
+    """The stated floor of this boundary, None where none was given."""
+    dtype_a: str = ""
+    dtype_b: str = ""
+    copies_a: int = 1
+    copies_b: int = 1
+    executions_a: int = 0
+    executions_b: int = 0
+    nonfinite_a: int = 0
+    nonfinite_b: int = 0
+    root: bool = False
+    text: str = ""
+    """What else is worth saying (healed at ..., sign of zero, NaN bits only, both integers)."""
+
+
+class Root(_Result, kw_only=True):
+    """A causal root: it differs although everything it is computed from is equal."""
+
+    place: Place
+    rows: int
+    rows_compared: int
+    tokens: str
+    distance: Distance | None = None
+    between: tuple[str, ...] = ()
+    """Nearest recorded ancestors that stand for inputs not recorded; empty where all inputs were compared."""
+    klass: Class = msgspec.field(default=Class.UNLOCALIZED, name="class")
+    text: str = ""
+
+
+class Classification(_Result, kw_only=True):
+    """The class of the earliest root, with what carries it."""
+
+    klass: Class = msgspec.field(default=Class.UNLOCALIZED, name="class")
+    evidence: tuple[str, ...] = ()
+    not_proven: tuple[str, ...] = ()
+    next_step: str = ""
+
+
+class Counts(_Result, kw_only=True):
+    """Totals of a comparison. Tokens are distinct token keys; rows are (token, boundary) cells."""
+
+    tokens_a: int = 0
+    tokens_b: int = 0
+    tokens_matched: int = 0
+    rows_compared: int = 0
+    rows_differing: int = 0
+    rows_only_a: int = 0
+    rows_only_b: int = 0
+    boundaries_compared: int = 0
+    boundaries_identical: int = 0
+    boundaries_differing: int = 0
+    boundaries_missing: int = 0
+    weights_compared: int = 0
+    weights_differing: int = 0
+    weights_unknown: int = 0
+    not_computed: dict[str, int] = {}
+    """``a: last sampled token`` -> tokens."""
+    skipped: dict[str, int] = {}
+    """``a: padding`` -> rows."""
+
+
+class SideSummary(_Result, kw_only=True):
+    """One trace, in a few words."""
+
+    path: str
+    run_id: str = ""
+    host: str = ""
+    root_class: str = ""
+    world_size: int = 0
+    mesh: str = ""
+    level: int = 0
+    sequences: int = 0
+    tokens: int = 0
+
+
+class DiffResult(_Result, kw_only=True):
+    """Everything ``tracer diff`` found."""
+
+    version: int = RESULT_VERSION
+    exit: int
+    verdict: Verdict
+    headline: str
+    """The one line a tired person reads."""
+    first: Place | None = None
+    first_bitwise: Place | None = None
+    """Earliest bitwise difference where a floor or tolerance was given; else equal to ``first``."""
+    classification: Classification | None = None
+    next_step: str = ""
+    roots: tuple[Root, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    boundaries: tuple[BoundaryResult, ...] = ()
+    counts: Counts = Counts()
+    conditions: dict[str, dict[str, Any]] = {}
+    """Conditions that differ: name -> {"a": ..., "b": ...}."""
+    a: SideSummary
+    b: SideSummary
