@@ -1,0 +1,3 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
