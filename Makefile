@@ -1,0 +1,52 @@
+# `make demo` and `make test` are all a newcomer needs. Environments are made on first use, from the pins in constraints/.
+
+PYTHON ?= python3
+NEWEST := .venv
+OLDEST := .venv-oldest
+PYTEST := -m pytest -n 2 -p no:cacheprovider
+PROJECT := -e '.[transformers,dev]'
+
+# A package index may be out of reach for a moment: three tries, then the error stands.
+pip = for try in 1 2 3; do \
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints/$(2).txt $(3) && break; \
+	if [ $$try = 3 ]; then echo "pip failed three times; see above" >&2; exit 1; fi; sleep 5; done
+
+define environment
+	rm -rf $(1)
+	$(PYTHON) -m venv $(1)
+	@echo "installing into $(1) (about a minute)"
+	@$(call pip,$(1),$(2),hatchling)
+	@$(call pip,$(1),$(2),$(PROJECT))
+	touch $@
+endef
+
+.PHONY: demo test lint test-newest test-oldest bench clean
+
+demo: $(NEWEST)/.stamp
+	$(NEWEST)/bin/tracer demo
+
+test: lint test-newest test-oldest
+
+lint: $(NEWEST)/.stamp
+	$(NEWEST)/bin/ruff check .
+	$(NEWEST)/bin/mypy
+
+# Everything, with the newest transformers.
+test-newest: $(NEWEST)/.stamp
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python $(PYTEST)
+
+# What touches a model, with the oldest transformers.
+test-oldest: $(OLDEST)/.stamp
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python $(PYTEST) -m host
+
+bench: $(NEWEST)/.stamp
+	$(NEWEST)/bin/python tools/bench_overhead.py
+
+clean:
+	rm -rf $(NEWEST) $(OLDEST) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(NEWEST)/.stamp: pyproject.toml constraints/common.txt constraints/newest.txt
+	$(call environment,$(NEWEST),newest)
+
+$(OLDEST)/.stamp: pyproject.toml constraints/common.txt constraints/oldest.txt
+	$(call environment,$(OLDEST),oldest)
