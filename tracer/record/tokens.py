@@ -1,0 +1,308 @@
+"""What every row of a forward is: sequences, positions, documents, and how far back a row may look.
+
+``SequenceRegistry`` holds the sequences of the run and their token ids. The functions turn what a model
+is given (mask, positions, cu_seqlens, cached prefix lengths) into ``Rows``. They hold no policy: which of
+them applies to a call, and when a mask separates packed documents, is the host's knowledge.
+
+Shape suffixes: B batch rows, S columns of this call, K key columns (cached ones first, then this call's),
+N = B * S flattened rows, D documents. A document is the part of one sequence that this call holds;
+documents are numbered from 0 in flattened order, -1 is padding. All arrays are int64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from tracer.errors import CaptureError, Code
+from tracer.format import schema
+from tracer.record.host import IntArray, Rows
+
+__all__ = [
+    "SequenceRegistry",
+    "document_rows",
+    "documents_from_cu_seqlens",
+    "documents_from_lengths",
+    "documents_from_mask",
+    "documents_from_positions",
+    "first_columns",
+    "label_rows",
+    "offsets_in_documents",
+    "visible_from",
+    "visible_keys",
+]
+
+BoolArray = npt.NDArray[np.bool_]
+DocumentLengths = Sequence[Sequence[int]]
+
+
+def documents_from_mask(mask_BS: npt.ArrayLike) -> IntArray:
+    """One document per batch row: (N,), -1 where the mask is zero, on either side or in between.
+
+    Batch rows without a real token get no document."""
+    real_BS = np.asarray(mask_BS) != 0
+    number_B = np.cumsum(real_BS.any(axis=1)) - 1
+    return np.where(real_BS, number_B[:, None], -1).astype(np.int64).reshape(-1)
+
+
+def documents_from_positions(position_BS: npt.ArrayLike, mask_BS: npt.ArrayLike | None = None) -> IntArray:
+    """Documents of packed rows: (N,). One begins at every real column whose position is 0, and at the first
+    real column of every batch row; a position that jumps or repeats elsewhere begins none."""
+    position_BS = np.asarray(position_BS)
+    real_BS = np.ones(position_BS.shape, bool) if mask_BS is None else np.asarray(mask_BS) != 0
+    first_BS = real_BS & (np.cumsum(real_BS, axis=1) == 1)
+    start_BS = first_BS | (real_BS & (position_BS == 0))
+    number_N = np.cumsum(start_BS.reshape(-1)) - 1
+    return np.where(real_BS.reshape(-1), number_N, -1).astype(np.int64)
+
+
+def documents_from_cu_seqlens(cu_seqlens: npt.ArrayLike, rows: int) -> IntArray:
+    """Documents of ``rows`` packed rows: (N,). Document d lies at ``cu_seqlens[d]:cu_seqlens[d + 1]``;
+    empty ones get no number, rows behind the last boundary are padding."""
+    boundary = np.asarray(cu_seqlens, dtype=np.int64).reshape(-1)
+    length_D = np.diff(boundary)
+    if len(boundary) == 0 or boundary[0] != 0 or boundary[-1] > rows or (length_D < 0).any():
+        raise CaptureError(
+            Code.BAD_ARGUMENT,
+            "cu_seqlens do not fit the packed rows",
+            expected=f"ascending from 0 to at most {rows}",
+            found=str(boundary.tolist()),
+        )
+    return documents_from_lengths([length_D.tolist()], rows)
+
+
+def documents_from_lengths(lengths_B: DocumentLengths, columns: int) -> IntArray:
+    """Documents of packed batch rows: (B * columns,). ``lengths_B``: per batch row the lengths of its documents, in
+    order; empty ones get no number, columns behind the last are padding."""
+    document_BS = np.full((len(lengths_B), columns), -1, np.int64)
+    number = 0
+    for row_S, lengths in zip(document_BS, lengths_B, strict=True):
+        kept = [length for length in lengths if length > 0]
+        if sum(kept) > columns or any(length < 0 for length in lengths):
+            raise CaptureError(
+                Code.BAD_ARGUMENT,
+                "document lengths do not fit the batch row",
+                expected=f"at most {columns} tokens",
+                found=str(list(lengths)),
+            )
+        row_S[: sum(kept)] = number + np.repeat(np.arange(len(kept)), kept)
+        number += len(kept)
+    return document_BS.reshape(-1)
+
+
+def document_rows(document_N: IntArray, columns: int) -> IntArray:
+    """Batch row of every document: (D,)."""
+    return first_columns(document_N) // max(columns, 1)
+
+
+def first_columns(document_N: IntArray) -> IntArray:
+    """Flattened row where every document begins: (D,)."""
+    numbers, first = np.unique(document_N, return_index=True)
+    return first[numbers >= 0].astype(np.int64)
+
+
+def offsets_in_documents(document_N: IntArray) -> IntArray:
+    """How many rows of the same document come before each row: (N,), 0 for padding."""
+    order_N = np.argsort(document_N, kind="stable")
+    sorted_N = document_N[order_N]
+    run_start_N = np.searchsorted(sorted_N, sorted_N)
+    offset_N = np.empty_like(document_N)
+    offset_N[order_N] = np.arange(len(document_N)) - run_start_N
+    offset_N[document_N < 0] = 0
+    return offset_N
+
+
+def label_rows(document_N: IntArray, sequence_D: npt.ArrayLike, start_D: npt.ArrayLike | None = None) -> Rows:
+    """Rows of documents: document d is sequence ``sequence_D[d]`` from position ``start_D[d]`` on (0 if not given;
+    the tokens already in its cache otherwise)."""
+    sequence_D = np.asarray(sequence_D, np.int64).reshape(-1)
+    real_N = document_N >= 0
+    safe_N = np.where(real_N, document_N, 0)
+    if len(sequence_D) == 0:
+        blank_N = np.full(len(document_N), -1, np.int64)
+        return Rows(blank_N, np.zeros_like(blank_N))
+    position_N = offsets_in_documents(document_N)
+    if start_D is not None:
+        position_N = position_N + np.asarray(start_D, np.int64).reshape(-1)[safe_N]
+    return Rows(np.where(real_N, sequence_D[safe_N], -1), np.where(real_N, position_N, 0))
+
+
+def visible_keys(mask: npt.ArrayLike, columns: int) -> IntArray:
+    """Real tokens from the first one that a row may attend to up to the row itself: (B, S) with S = ``columns``.
+
+    ``mask``: (B, K), non-zero for real tokens (the causal limit is implied), or (B, S, K), non-zero where row s may
+    attend to key k; there a key that no row of the batch row attends to counts as padding, and attention beyond the
+    row itself is ignored. The last ``columns`` keys are this call's. Rows that see nothing get 0."""
+    allowed = np.asarray(mask) != 0
+    before = allowed.shape[-1] - columns
+    if allowed.ndim == 2:
+        return np.cumsum(allowed, axis=1, dtype=np.int64)[:, before:]
+    real_B1K = allowed.any(axis=1, keepdims=True)
+    causal_SK = np.arange(allowed.shape[-1])[None, :] <= before + np.arange(columns)[:, None]
+    seen_BSK = allowed & causal_SK
+    from_first_BSK = np.maximum.accumulate(seen_BSK, axis=-1)
+    return (from_first_BSK & real_B1K & causal_SK).sum(axis=-1, dtype=np.int64)
+
+
+def visible_from(rows: Rows, visible_N: npt.ArrayLike) -> IntArray:
+    """First position of its own sequence that every row may attend to: (N,). Negative by the number of tokens before
+    its own first one that a row sees (packed documents under a mask that does not separate them), also for cached
+    steps later on: ``visible_N`` counts all visible tokens, from ``visible_keys``. 0 for padding."""
+    visible_N = np.asarray(visible_N, np.int64).reshape(-1)
+    from_N: IntArray = np.where(rows.sequence_N >= 0, rows.position_N + 1 - visible_N, 0)
+    return from_N
+
+
+@dataclass
+class _Known:
+    """Token ids of one sequence, as far as known; capacity doubles."""
+
+    id_T: IntArray = field(default_factory=lambda: np.zeros(64, np.int64))
+    known_T: BoolArray = field(default_factory=lambda: np.zeros(64, bool))
+
+    def reserve(self, length: int) -> None:
+        if length > len(self.id_T):
+            grown = max(length, 2 * len(self.id_T)) - len(self.id_T)
+            self.id_T = np.concatenate([self.id_T, np.zeros(grown, np.int64)])
+            self.known_T = np.concatenate([self.known_T, np.zeros(grown, bool)])
+
+
+class SequenceRegistry:
+    """The sequences of one run in this process: labels, the user's names for them, and their token ids.
+
+    ``on_open(sequence)`` and ``on_ids(sequence, position, ids)`` hear of everything new, once."""
+
+    def __init__(
+        self,
+        on_open: Callable[[schema.Sequence], None] = lambda sequence: None,
+        on_ids: Callable[[int, int, IntArray], None] = lambda sequence, position, ids: None,
+    ) -> None:
+        self._on_open = on_open
+        self._on_ids = on_ids
+        self._index: dict[tuple[str, str], int] = {}
+        self._sequences: list[schema.Sequence] = []
+        self._known: list[_Known] = []
+        self._requests: list[str] = []
+        self._lengths: DocumentLengths | None = None
+        self.notes: list[schema.Note] = []
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __getitem__(self, sequence: int) -> schema.Sequence:
+        return self._sequences[sequence]
+
+    def open(self, label: str, *, request: str = "", scope: str = "", salt: str = "", start: int = 0, row: str = "") -> int:
+        """Index of the sequence with this label and scope; opened if new, else the other arguments are ignored."""
+        index = self._index.setdefault((label, scope), len(self._sequences))
+        if index == len(self._sequences):
+            sequence = schema.Sequence(label=label, request=request, scope=scope, salt=salt, start=start, row=row)
+            self._sequences.append(sequence)
+            self._known.append(_Known())
+            self._on_open(sequence)
+        return index
+
+    def find(self, name: str) -> int | None:
+        """Latest sequence with this request name or label, None if there is none."""
+        for index in range(len(self._sequences) - 1, -1, -1):
+            if name in (self._sequences[index].request, self._sequences[index].label):
+                return index
+        return None
+
+    def record_ids(self, sequence: int, position: int, ids: npt.ArrayLike) -> None:
+        """Token ids of ``sequence`` from ``position`` on; what is known already may be repeated.
+
+        Raises CaptureError (capture-failed) where a known token is given another id: the label was used for two sequences."""
+        id_T = np.asarray(ids, np.int64).reshape(-1)
+        if len(id_T) == 0:
+            return
+        known = self._known[sequence]
+        stop = position + len(id_T)
+        known.reserve(stop)
+        repeated_T = known.known_T[position:stop]
+        if repeated_T.any():
+            differs_T = repeated_T & (known.id_T[position:stop] != id_T)
+            if differs_T.any():
+                at = int(np.argmax(differs_T))
+                raise CaptureError(
+                    Code.CAPTURE_FAILED,
+                    "two token ids for one position of a sequence",
+                    where=f"sequence {self._sequences[sequence].label!r}, position {position + at}",
+                    expected=str(known.id_T[position + at]),
+                    found=str(id_T[at]),
+                )
+            if repeated_T.all():
+                return
+        edges = np.flatnonzero(np.diff(np.concatenate([[True], repeated_T, [True]]).astype(np.int8)))
+        for start, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+            self._on_ids(sequence, position + start, id_T[start:end].copy())
+        known.id_T[position:stop] = id_T
+        known.known_T[position:stop] = True
+
+    def record_rows(self, rows: Rows, ids_N: npt.ArrayLike) -> None:
+        """Token ids of all rows of a forward that belong to a sequence."""
+        id_N = np.asarray(ids_N, np.int64).reshape(-1)
+        kept_N = np.flatnonzero(rows.sequence_N >= 0)
+        if len(kept_N) == 0:
+            return
+        order_N = kept_N[np.lexsort((rows.position_N[kept_N], rows.sequence_N[kept_N]))]
+        sequence_N, position_N, id_N = rows.sequence_N[order_N], rows.position_N[order_N], id_N[order_N]
+        breaks = np.flatnonzero((np.diff(sequence_N) != 0) | (np.diff(position_N) != 1)) + 1
+        starts = [0, *breaks.tolist()]
+        for start, stop in zip(starts, [*starts[1:], len(id_N)], strict=True):
+            self.record_ids(int(sequence_N[start]), int(position_N[start]), id_N[start:stop])
+
+    def look_up(self, sequence_N: IntArray, position_N: IntArray) -> tuple[IntArray, BoolArray]:
+        """Token ids at (sequence, position) and whether they are known: both (N,)."""
+        id_N = np.zeros(len(sequence_N), np.int64)
+        known_N = np.zeros(len(sequence_N), bool)
+        for sequence in np.unique(sequence_N[sequence_N >= 0]).tolist():
+            known = self._known[sequence]
+            here = np.flatnonzero((sequence_N == sequence) & (position_N >= 0) & (position_N < len(known.id_T)))
+            id_N[here] = known.id_T[position_N[here]]
+            known_N[here] = known.known_T[position_N[here]]
+        return id_N, known_N
+
+    def name_requests(self, names: Iterable[str]) -> None:
+        """Names for the sequences of the next forward, in batch order."""
+        self._requests = [str(name) for name in names]
+
+    def take_requests(self, n: int) -> list[str]:
+        """Names given for the next forward's ``n`` sequences, "" where none; they are used up."""
+        names, self._requests = self._requests, []
+        if names and len(names) != n:
+            text = f"{len(names)} request names were given for a forward of {n} sequences"
+            self.notes.append(schema.Note(code="requests-mismatch", text=text))
+        return [*names[:n], *[""] * (n - len(names))]
+
+    def unused_requests(self) -> list[str]:
+        """Names that no forward has taken yet."""
+        return self._requests
+
+    def give_lengths(self, lengths: Iterable[object] | None) -> None:
+        """The user's ``sequences=`` for the coming forwards: cu_seqlens of one packed row (whole numbers), or per
+        batch row the lengths of its documents."""
+        items = None if lengths is None else list(lengths)
+        if items is None:
+            self._lengths = None
+        elif all(np.ndim(item) == 0 for item in items):  # type: ignore[arg-type]
+            self._lengths = [np.diff([int(item) for item in items]).tolist()]  # type: ignore[call-overload]
+        else:
+            self._lengths = [[int(length) for length in row] for row in items]  # type: ignore[attr-defined]
+
+    def document_lengths(self, batch: int) -> DocumentLengths | None:
+        """Document lengths per batch row as the user gave them, None if they gave none.
+
+        Raises CaptureError (bad-argument) where they speak of another number of batch rows."""
+        if self._lengths is not None and len(self._lengths) != batch:
+            raise CaptureError(
+                Code.BAD_ARGUMENT,
+                "sequences= does not fit the batch",
+                expected=f"documents of {batch} batch rows",
+                found=f"documents of {len(self._lengths)}",
+                remedy="give cu_seqlens for one packed row, or one list of document lengths per batch row",
+            )
+        return self._lengths
