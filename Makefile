@@ -12,7 +12,7 @@ pip = for try in 1 2 3; do \
 	if [ $$try = 3 ]; then echo "pip failed three times; see above" >&2; exit 1; fi; sleep 5; done
 
 define environment
-	rm -rf $(1)
+	@$(PYTHON) -c 'import sys; sys.exit("make needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(1)
 	@echo "installing into $(1) (about a minute)"
 	@$(call pip,$(1),$(2),hatchling)
