@@ -94,7 +94,7 @@ class _Record(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
     """Base of every struct on disk."""
 
 
-class Axis(_Record, kw_only=True):
+class Axis(_Record, frozen=True, kw_only=True):
     """This process's coordinate on one mesh axis."""
 
     name: str
@@ -131,7 +131,7 @@ class BoundaryStatus(str, Enum):
     """Selected and bound, yet it did not execute, or with fewer rows than the map says."""
 
 
-class Boundary(_Record, kw_only=True):
+class Boundary(_Record, frozen=True, kw_only=True):
     """One boundary of the resolved map, and what this process saw of it. The manifest lists them in causal order."""
 
     name: str
@@ -164,7 +164,7 @@ class Boundary(_Record, kw_only=True):
     """Semantic names of the parameters and buffers this boundary is computed with."""
 
 
-class Block(_Record, kw_only=True):
+class Block(_Record, frozen=True, kw_only=True):
     """Fingerprints of one boundary inside a segment that share all of the following. Row k of the block is
     row-table line ``lists[row_start + k]`` and digest ``digest_start + k``."""
 
@@ -191,7 +191,7 @@ class Block(_Record, kw_only=True):
     """Module calls merged into this block, calls with no rows included."""
 
 
-class Sequence(_Record, kw_only=True):
+class Sequence(_Record, frozen=True, kw_only=True):
     """One sequence of this run, as the host labelled it."""
 
     label: str
@@ -208,7 +208,7 @@ class Sequence(_Record, kw_only=True):
     """Batch row it came from (``forward/row``): documents packed in one row share it, in order."""
 
 
-class SegmentHeader(_Record, kw_only=True):
+class SegmentHeader(_Record, frozen=True, kw_only=True):
     """What a segment says about itself, in its safetensors metadata."""
 
     format: int
@@ -218,7 +218,7 @@ class SegmentHeader(_Record, kw_only=True):
     """Sequences first seen in this segment; the shard's list is their concatenation."""
 
 
-class SegmentInfo(_Record, kw_only=True):
+class SegmentInfo(_Record, frozen=True, kw_only=True):
     """One finished segment, as the manifest lists it."""
 
     file: str
@@ -229,7 +229,7 @@ class SegmentInfo(_Record, kw_only=True):
     fingerprints: int
 
 
-class Skipped(_Record, kw_only=True):
+class Skipped(_Record, frozen=True, kw_only=True):
     """Rows or forwards that were seen and deliberately not recorded."""
 
     reason: str
@@ -238,7 +238,7 @@ class Skipped(_Record, kw_only=True):
     forwards: int = 0
 
 
-class NotComputed(_Record, kw_only=True):
+class NotComputed(_Record, frozen=True, kw_only=True):
     """Rows that the host declares it never computed. They are no absence."""
 
     sequence: str
@@ -251,7 +251,7 @@ class NotComputed(_Record, kw_only=True):
     """last sampled token, cache hit from before the trace, logits not requested ..."""
 
 
-class Counts(_Record, kw_only=True):
+class Counts(_Record, frozen=True, kw_only=True):
     """What this process saw, over all boundaries."""
 
     forwards: int = 0
@@ -261,21 +261,21 @@ class Counts(_Record, kw_only=True):
     skipped: tuple[Skipped, ...] = ()
 
 
-class Note(_Record, kw_only=True):
+class Note(_Record, frozen=True, kw_only=True):
     """Something the reader should know: a warning of the recorder, with a code that the docs explain."""
 
     code: str
     text: str
 
 
-class PolicyMark(_Record, kw_only=True):
+class PolicyMark(_Record, frozen=True, kw_only=True):
     """``t.policy(version)``: holds for this forward and later ones."""
 
     forward: int
     version: str
 
 
-class MapIdentity(_Record, kw_only=True):
+class MapIdentity(_Record, frozen=True, kw_only=True):
     """Which boundary map was used."""
 
     family: str
@@ -285,7 +285,7 @@ class MapIdentity(_Record, kw_only=True):
     """xxh3_128 over the resolved map as JSON: equal maps, equal digests."""
 
 
-class Weight(_Record, kw_only=True):
+class Weight(_Record, frozen=True, kw_only=True):
     """Fingerprint of one parameter or buffer by semantic name; rows are its output rows (1-D: one row)."""
 
     name: str
@@ -311,7 +311,7 @@ class Weight(_Record, kw_only=True):
     """Why no fingerprint could be taken (repacked by the engine ...). Never compared as equal."""
 
 
-class Manifest(_Record, kw_only=True):
+class Manifest(_Record, frozen=True, kw_only=True):
     """The commit of one shard."""
 
     format: int

@@ -122,7 +122,7 @@ class _Result(msgspec.Struct, frozen=True):
     """Base of every result struct."""
 
 
-class Place(_Result, kw_only=True):
+class Place(_Result, frozen=True, kw_only=True):
     """A cell of one or both traces."""
 
     boundary: str
@@ -136,7 +136,7 @@ class Place(_Result, kw_only=True):
     ranks: tuple[int, ...] = ()
 
 
-class Finding(_Result, kw_only=True):
+class Finding(_Result, frozen=True, kw_only=True):
     """One thing that was found."""
 
     code: FindingCode
@@ -152,7 +152,7 @@ class Finding(_Result, kw_only=True):
     remedy: str = ""
 
 
-class Distance(_Result, kw_only=True):
+class Distance(_Result, frozen=True, kw_only=True):
     """Relative distances of the differing rows, from the sketches: ``|sketch(x) - sketch(y)| / max(|x|, |y|)``.
 
     ``None`` means undefined (zero norms, an overflowed bucket, no sketch); ``below_resolution`` says that
@@ -179,7 +179,7 @@ class BoundaryOutcome(str, Enum):
     NOT_RECORDED = "not recorded"
 
 
-class BoundaryResult(_Result, kw_only=True):
+class BoundaryResult(_Result, frozen=True, kw_only=True):
     """One boundary, both sides."""
 
     name: str
@@ -208,7 +208,7 @@ class BoundaryResult(_Result, kw_only=True):
     """What else is worth saying (healed at ..., sign of zero, NaN bits only, both integers)."""
 
 
-class Root(_Result, kw_only=True):
+class Root(_Result, frozen=True, kw_only=True):
     """A causal root: it differs although everything it is computed from is equal."""
 
     place: Place
@@ -222,7 +222,7 @@ class Root(_Result, kw_only=True):
     text: str = ""
 
 
-class Classification(_Result, kw_only=True):
+class Classification(_Result, frozen=True, kw_only=True):
     """The class of the earliest root, with what carries it."""
 
     klass: Class = msgspec.field(default=Class.UNLOCALIZED, name="class")
@@ -231,7 +231,7 @@ class Classification(_Result, kw_only=True):
     next_step: str = ""
 
 
-class Counts(_Result, kw_only=True):
+class Counts(_Result, frozen=True, kw_only=True):
     """Totals of a comparison. Tokens are distinct token keys; rows are (token, boundary) cells."""
 
     tokens_a: int = 0
@@ -254,7 +254,7 @@ class Counts(_Result, kw_only=True):
     """``a: padding`` -> rows."""
 
 
-class SideSummary(_Result, kw_only=True):
+class SideSummary(_Result, frozen=True, kw_only=True):
     """One trace, in a few words."""
 
     path: str
@@ -268,7 +268,7 @@ class SideSummary(_Result, kw_only=True):
     tokens: int = 0
 
 
-class DiffResult(_Result, kw_only=True):
+class DiffResult(_Result, frozen=True, kw_only=True):
     """Everything ``tracer diff`` found."""
 
     version: int = RESULT_VERSION

@@ -1,0 +1,451 @@
+"""Reading the shards of a trace: what a manifest says, held against what the files are.
+
+Nothing is loaded that is not asked for. ``inspect_shard`` collects everything that is wrong with a shard,
+``read_shard`` raises the first of it. Suffixes: see ``schema``; B rows of one block.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tracer.errors import Code, TraceFormatError
+from tracer.format.container import REMEDY_ALTERED, SEGMENT_COLUMNS, WEIGHT_COLUMNS, ColumnFile, check_format, checksum
+from tracer.format.dtypes import dtype_info
+from tracer.format.fingerprint import Fingerprints
+from tracer.format.schema import (
+    MANIFEST_NAME,
+    WEIGHTS_NAME,
+    Block,
+    Manifest,
+    SegmentHeader,
+    SegmentInfo,
+    Sequence,
+    Span,
+    segment_name,
+)
+
+__all__ = [
+    "Segment",
+    "Shard",
+    "WeightRows",
+    "committed_run_id",
+    "inspect_shard",
+    "manifest_files",
+    "read_manifest",
+    "read_shard",
+    "shard_paths",
+]
+
+U64 = npt.NDArray[np.uint64]
+Array = npt.NDArray[Any]
+
+_SHARD = re.compile(r"shard-\d{5,}")
+_MAX_WORLD = 1 << 24
+_SEGMENT = re.compile(r"segment-.*\.safetensors")
+
+
+@dataclass(eq=False)
+class Segment:
+    """One finished segment. Columns are mapped on first use, read-only, and named as in ``schema``."""
+
+    file: ColumnFile
+    info: SegmentInfo | None = None
+    """As the manifest lists it; None in an uncommitted shard."""
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.file.path
+
+    @property
+    def header(self) -> SegmentHeader:
+        """Blocks and sequences."""
+        return self.file.header
+
+    @cached_property
+    def rows_sequence(self) -> Array:
+        """int32 (R,)"""
+        return self.file.column("rows.sequence")
+
+    @cached_property
+    def rows_position(self) -> Array:
+        """int32 (R,)"""
+        return self.file.column("rows.position")
+
+    @cached_property
+    def rows_forward(self) -> Array:
+        """int32 (R,)"""
+        return self.file.column("rows.forward")
+
+    @cached_property
+    def rows_expert(self) -> Array:
+        """int32 (R,)"""
+        return self.file.column("rows.expert")
+
+    @cached_property
+    def lists(self) -> Array:
+        """uint32 (L,)"""
+        return self.file.column("lists")
+
+    @cached_property
+    def digest(self) -> U64:
+        """uint64 (N, 2)"""
+        return self.file.column("digest")
+
+    @cached_property
+    def sketch(self) -> Array:
+        """float32 (M, 16)"""
+        return self.file.column("sketch")
+
+    @cached_property
+    def sum_squares(self) -> Array:
+        """float64 (M,)"""
+        return self.file.column("sum_squares")
+
+    @cached_property
+    def abs_max(self) -> Array:
+        """float32 (M,)"""
+        return self.file.column("abs_max")
+
+    @cached_property
+    def nonfinite(self) -> Array:
+        """uint32 (M,)"""
+        return self.file.column("nonfinite")
+
+    @cached_property
+    def values(self) -> Array:
+        """int64 (V,)"""
+        return self.file.column("values")
+
+    @cached_property
+    def ids_sequence(self) -> Array:
+        """int32 (I,)"""
+        return self.file.column("ids.sequence")
+
+    @cached_property
+    def ids_position(self) -> Array:
+        """int32 (I,)"""
+        return self.file.column("ids.position")
+
+    @cached_property
+    def ids_token(self) -> Array:
+        """int64 (I,)"""
+        return self.file.column("ids.token")
+
+    def block_lines(self, block: Block) -> Array:
+        """Row-table lines of a block, uint32 (B,). Raises ``TraceFormatError`` (segment-invalid) where one lies outside the table."""
+        lines = self.lists[block.row_start : block.row_start + block.row_count]
+        if len(lines) and int(lines.max()) >= self.file.lines["rows.sequence"]:
+            raise _invalid(
+                self.path,
+                f"boundary {block.boundary} names a row outside the row table",
+                expected=f"lines below {self.file.lines['rows.sequence']}",
+                found=str(lines.max()),
+            )
+        return lines
+
+    def block_digest(self, block: Block) -> U64:
+        """uint64 (B, 2)"""
+        return self.digest[block.digest_start : block.digest_start + block.row_count]
+
+    def block_values(self, block: Block) -> Array | None:
+        """Raw values, int64 (B, columns held), None where none are kept."""
+        if block.values_start < 0:
+            return None
+        columns = held_columns(block)
+        stop = block.values_start + block.row_count * columns
+        return self.values[block.values_start : stop].reshape(block.row_count, columns)
+
+    def block_fingerprints(self, block: Block) -> Fingerprints:
+        """Everything kept of a block's rows; touches all of its columns."""
+        window = slice(block.stats_start, block.stats_start + block.row_count)
+        kept = block.stats_start >= 0
+        return Fingerprints(
+            digest_N2=self.block_digest(block),
+            sketch_N16=self.sketch[window] if kept else None,
+            sum_squares_N=self.sum_squares[window] if kept else None,
+            abs_max_N=self.abs_max[window] if kept else None,
+            nonfinite_N=self.nonfinite[window] if kept else None,
+            values_NC=self.block_values(block),
+        )
+
+
+@dataclass(eq=False)
+class WeightRows:
+    """The rows file of ``weights="rows"``: one line per weight row; statistics are NaN where none exist."""
+
+    file: ColumnFile
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.file.path
+
+    def __len__(self) -> int:
+        return self.file.lines["digest"]
+
+    def fingerprints(self, start: int, rows: int) -> Fingerprints:
+        """Lines ``start .. start + rows``, of every column."""
+        digest, sketch, sum_squares, abs_max, nonfinite = (
+            self.file.column(name)[start : start + rows] for name in ("digest", "sketch", "sum_squares", "abs_max", "nonfinite")
+        )
+        return Fingerprints(digest, sketch, sum_squares, abs_max, nonfinite, None)
+
+
+@dataclass(eq=False)
+class Shard:
+    """What one process recorded. ``manifest`` is None where the shard was never committed or its manifest is unreadable;
+    then ``segments`` are those that can be read. ``problems``: everything found wrong with its files, in file order."""
+
+    path: Path
+    manifest: Manifest | None
+    segments: tuple[Segment, ...]
+    weight_rows: WeightRows | None = None
+    problems: tuple[TraceFormatError, ...] = ()
+
+    @property
+    def rank(self) -> int:
+        """From the manifest, else from the folder's name."""
+        return self.manifest.rank if self.manifest is not None else int(self.path.name.removeprefix("shard-"))
+
+    @cached_property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """All sequences, in order of their index."""
+        return tuple(sequence for segment in self.segments for sequence in segment.header.sequences)
+
+    def blocks(self) -> Iterator[tuple[Segment, Block]]:
+        """Every block with the segment it is in, in the order of recording."""
+        for segment in self.segments:
+            for block in segment.header.blocks:
+                yield segment, block
+
+
+def held_columns(block: Block) -> int:
+    """Logical columns of a block that this process holds."""
+    return sum(stop - start for start, stop in block.spans) if block.spans else block.width
+
+
+def shard_paths(trace: Path) -> list[Path]:
+    """Shard folders of a trace, by rank. Raises OSError."""
+    found = [path for path in trace.iterdir() if _SHARD.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: (int(path.name.removeprefix("shard-")), path.name))
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read a manifest strictly: format first, then every key and type, then names, numbers and dtypes.
+
+    Raises ``TraceFormatError``: manifest-invalid, format-unsupported, segment-invalid (an unknown dtype).
+    """
+
+    def invalid(what: str, *, expected: str = "", found: str = "") -> TraceFormatError:
+        return TraceFormatError(
+            Code.MANIFEST_INVALID, f"the manifest {what}", where=str(path), expected=expected, found=found, remedy=REMEDY_ALTERED
+        )
+
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise invalid("cannot be read", found=error.strerror or str(error)) from error
+    check_format(raw, path, Code.MANIFEST_INVALID)
+    try:
+        manifest = msgspec.json.decode(raw, type=Manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid("does not fit the format", found=str(error)) from error
+    if not 0 <= manifest.rank < manifest.world_size <= _MAX_WORLD:
+        raise invalid(
+            "names a rank outside its world", expected="0 <= rank < world size", found=f"{manifest.rank} of {manifest.world_size}"
+        )
+    for axis in manifest.mesh:
+        if not 0 <= axis.index < axis.size <= _MAX_WORLD:
+            raise invalid(
+                f"names a coordinate outside mesh axis {axis.name}", expected="0 <= index < size", found=f"{axis.index} of {axis.size}"
+            )
+    for number, info in enumerate(manifest.segments):
+        if info.file != segment_name(number):
+            raise invalid("lists a segment that is not the next one", expected=segment_name(number), found=info.file)
+    if manifest.weights_file is not None and manifest.weights_file.file != WEIGHTS_NAME:
+        raise invalid("names another weights file than the format has", expected=WEIGHTS_NAME, found=manifest.weights_file.file)
+    for boundary in manifest.boundaries:
+        if boundary.dtype not in ("", "mixed"):
+            dtype_info(boundary.dtype, f"{path}, boundary {boundary.name}")
+    weight_lines = manifest.weights_file.rows if manifest.weights_file is not None else 0
+    for weight in manifest.weights:
+        if not weight.unknown:
+            dtype_info(weight.dtype, f"{path}, weight {weight.name}")
+        held = sum(stop - start for start, stop in weight.row_spans) if weight.row_spans else weight.rows
+        if weight.start >= 0 and weight.start + held > weight_lines:
+            raise invalid(
+                f"places weight {weight.name} outside the weights file", expected=f"{weight_lines} lines", found=str(weight.start + held)
+            )
+    return manifest
+
+
+def manifest_files(manifest: Manifest) -> list[SegmentInfo]:
+    """Every file a manifest lists."""
+    return [*manifest.segments, *([manifest.weights_file] if manifest.weights_file is not None else [])]
+
+
+class _RunId(msgspec.Struct):
+    run_id: str
+
+
+def committed_run_id(trace: Path) -> str:
+    """Run id of any committed shard, empty where there is none that says."""
+    for path in shard_paths(trace):
+        try:
+            return msgspec.json.decode((path / MANIFEST_NAME).read_bytes(), type=_RunId).run_id
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            continue
+    return ""
+
+
+def read_shard(path: Path, *, verify: bool = True) -> Shard:
+    """Read one shard. Raises the first of its problems as ``TraceFormatError``; an uncommitted shard has those of the
+    segments that it has, and no manifest."""
+    shard = inspect_shard(path, verify=verify)
+    if shard.problems:
+        raise shard.problems[0]
+    return shard
+
+
+def inspect_shard(
+    path: Path, *, verify: bool = True, manifest: Manifest | None = None, checksums: Mapping[Path, str] | None = None
+) -> Shard:
+    """Read one shard and collect everything that is wrong with it; raises nothing about its content.
+
+    ``verify``: hash every file and check every row reference, not only headers and sizes. ``manifest``, ``checksums``: where the caller
+    has them already.
+    """
+    problems: list[TraceFormatError] = []
+    committed = (path / MANIFEST_NAME).exists()
+    if committed and manifest is None:
+        try:
+            manifest = read_manifest(path / MANIFEST_NAME)
+        except TraceFormatError as error:
+            problems.append(error)
+    present = sorted(entry.name for entry in path.iterdir() if _SEGMENT.fullmatch(entry.name))
+    if manifest is None:
+        listed: list[SegmentInfo | None] = [None] * len(present)
+    else:
+        listed = list(manifest.segments)
+        problems += [
+            _invalid(path / name, "the manifest does not list this segment", expected=f"{len(listed)} segments", found=name)
+            for name in present
+            if name not in {info.file for info in manifest.segments}
+        ]
+    segments: list[Segment] = []
+    sequences = 0
+    for number, info in enumerate(listed):
+        try:
+            file = _open(path / segment_name(number), info, SEGMENT_COLUMNS, number, verify, checksums)
+            segment = Segment(file, info)
+            sequences += len(segment.header.sequences)
+            _check_segment(segment, sequences, verify)
+            segments.append(segment)
+        except TraceFormatError as error:
+            problems.append(error)
+    weight_rows = None
+    if manifest is not None and manifest.weights_file is not None:
+        try:
+            weight_rows = WeightRows(_open(path / WEIGHTS_NAME, manifest.weights_file, WEIGHT_COLUMNS, 0, verify, checksums))
+        except TraceFormatError as error:
+            problems.append(error)
+    return Shard(path, manifest, tuple(segments), weight_rows, tuple(problems))
+
+
+def _open(
+    path: Path, info: SegmentInfo | None, columns: Any, number: int, verify: bool, checksums: Mapping[Path, str] | None
+) -> ColumnFile:
+    """Open a file of columns as its manifest lists it: size and checksum before anything of it is interpreted."""
+    if info is not None:
+        try:
+            size = path.stat().st_size
+            if size != info.size_bytes:
+                raise _altered(path, "has another size than was written", f"{info.size_bytes} bytes", f"{size} bytes")
+            found = (checksum(path) if checksums is None else checksums.get(path, "")) if verify else info.xxh3_128
+        except OSError as error:
+            raise TraceFormatError(
+                Code.SHARD_INCOMPLETE,
+                f"{path.name} is listed by the manifest and cannot be read",
+                where=str(path),
+                expected=f"{info.size_bytes} bytes",
+                found=error.strerror or str(error),
+                remedy=REMEDY_ALTERED,
+            ) from error
+        if found != info.xxh3_128:
+            raise _altered(path, "is not as it was written", f"xxh3_128 {info.xxh3_128}", found or "unreadable")
+    file = ColumnFile.open(path, columns)
+    if file.header.number != number:
+        raise _invalid(path, "calls itself another number", expected=str(number), found=str(file.header.number))
+    rows, fingerprints = file.lines.get("rows.sequence", file.lines["digest"]), file.lines["digest"]
+    if info is not None and (info.rows, info.fingerprints) != (rows, fingerprints):
+        raise _invalid(
+            path,
+            "other counts than the manifest lists",
+            expected=f"{info.rows} rows, {info.fingerprints} fingerprints",
+            found=f"{rows} rows, {fingerprints} fingerprints",
+        )
+    return file
+
+
+def _check_segment(segment: Segment, sequences: int, verify: bool) -> None:
+    """Every range of every block lies inside its column; with ``verify``, every row reference too."""
+    path, lines = segment.path, segment.file.lines
+    for block in segment.header.blocks:
+        where = f"boundary {block.boundary}"
+        dtype_info(block.dtype, f"{path}, {where}")
+        _check_spans(path, where, block.spans, block.width)
+        ranges = {"lists": (block.row_start, block.row_count), "digest": (block.digest_start, block.row_count)}
+        if block.stats_start != -1:
+            ranges["sketch"] = (block.stats_start, block.row_count)
+        if block.values_start != -1:
+            ranges["values"] = (block.values_start, block.row_count * held_columns(block))
+        for column, (start, count) in ranges.items():
+            if start < 0 or count < 0 or start + count > lines[column]:
+                raise _invalid(
+                    path,
+                    f"{where} lies outside column {column}",
+                    expected=f"within 0 .. {lines[column]}",
+                    found=f"{start} .. {start + count}",
+                )
+        if block.executions < 0:
+            raise _invalid(path, f"{where} has a negative number of executions", found=str(block.executions))
+    if not verify:
+        return
+    limits = {"lists": lines["rows.sequence"], "rows.sequence": sequences, "ids.sequence": sequences}
+    for column in ("lists", "rows.sequence", "rows.position", "rows.forward", "ids.sequence", "ids.position"):
+        values = segment.file.column(column)
+        if not len(values):
+            continue
+        low, high, limit = int(values.min()), int(values.max()), limits.get(column, 1 << 31)
+        if low < 0 or high >= limit:
+            raise _invalid(path, f"column {column} refers to nothing", expected=f"within 0 .. {limit - 1}", found=f"{low} .. {high}")
+
+
+def _check_spans(path: Path, where: str, spans: tuple[Span, ...], width: int) -> None:
+    taken = sorted(spans)
+    ends = [0, *(stop for _, stop in taken)]
+    inside = all(start < stop <= width and start >= end for (start, stop), end in zip(taken, ends[:-1], strict=True))
+    if width < 0 or not inside:
+        raise _invalid(path, f"{where} has columns that no row has", expected=f"disjoint spans within 0 .. {width}", found=str(list(spans)))
+
+
+def _invalid(path: Path, what: str, *, expected: str = "", found: str = "") -> TraceFormatError:
+    return TraceFormatError(
+        Code.SEGMENT_INVALID, f"{path.name}: {what}", where=str(path), expected=expected, found=found, remedy=REMEDY_ALTERED
+    )
+
+
+def _altered(path: Path, what: str, expected: str, found: str) -> TraceFormatError:
+    return TraceFormatError(
+        Code.CHECKSUM_MISMATCH, f"checksum: {path.name} {what}", where=str(path), expected=expected, found=found, remedy=REMEDY_ALTERED
+    )
