@@ -22,6 +22,7 @@ from tracer.format.schema import Axis, NotComputed, Span
 
 if TYPE_CHECKING:
     import torch
+
     from tracer.record.boundaries import Source
     from tracer.record.tokens import SequenceRegistry
 
