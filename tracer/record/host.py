@@ -164,8 +164,10 @@ class Host(Protocol):
         The same object may be returned for many leaves, which saves space in the trace."""
 
     def placement(self, source: Source, columns: int, leaf: torch.Tensor) -> Placement:
-        """Where this leaf's ``columns`` columns lie. Raises ``MapError`` (map-axis) where a mesh axis cuts
-        the boundary and neither map nor host says how."""
+        """Where ``columns`` columns of this source lie, ``select`` and ``split`` applied before. A source that is one of
+        several ``parts`` is placed as if it were the whole boundary: the recorder puts the parts side by side. ``leaf``
+        is the tensor as the module saw it, wrappers (DTensor) and all. Asked once per source and number of columns.
+        Raises ``MapError`` (map-axis) where a mesh axis cuts the boundary and neither map nor host says how."""
 
     def local_columns(self, boundary: str) -> int | None:
         """Columns of ``boundary`` this process holds, for ``split`` leaves; None where the map's sizes serve."""
