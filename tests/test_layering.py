@@ -109,13 +109,11 @@ def test_packages_are_those_of_the_layer(path: Path) -> None:
 @pytest.mark.parametrize("path", [p for p in MODULES if layer_of(dotted(p)) != "hosts"], ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_core_names_no_framework(path: Path) -> None:
     """Outside hosts no code names a framework; docstrings and comments may."""
-    tree = ast.parse(path.read_text())
-    docstrings = {
-        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    }
-    names = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings]
-    names += [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    names += [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    prose = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    names = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose]
+    names += [node.id for node in nodes if isinstance(node, ast.Name)]
+    names += [node.attr for node in nodes if isinstance(node, ast.Attribute)]
     assert [name for name in names if any(framework in name.lower() for framework in FRAMEWORKS)] == []
 
 
