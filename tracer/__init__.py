@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tracer.read.compare import Tolerance
     from tracer.read.diff import diff_traces
     from tracer.read.stitch import open_trace
-    from tracer.record.boundaries import load_boundary_map
+    from tracer.record.boundary_maps import load_boundary_map
     from tracer.record.capture import trace
 
 __all__ = ["Tolerance", "TracerError", "diff_traces", "load_boundary_map", "open_trace", "trace"]
@@ -25,7 +25,7 @@ _HOMES = {
     "Tolerance": "tracer.read.compare",
     "TracerError": "tracer.errors",
     "diff_traces": "tracer.read.diff",
-    "load_boundary_map": "tracer.record.boundaries",
+    "load_boundary_map": "tracer.record.boundary_maps",
     "open_trace": "tracer.read.stitch",
     "trace": "tracer.record.capture",
 }
