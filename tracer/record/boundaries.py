@@ -340,7 +340,7 @@ def _resolve_one(
     """The boundary with status recorded, not observable, elsewhere or unresolved, and its sources."""
     binding = section.bindings[place.key]
     entry = place.entry
-    status, reason, sources = BoundaryStatus.RECORDED, "", _sources(place, binding, section)
+    status, reason, sources = BoundaryStatus.RECORDED, "", _sources(place, binding, section, modules)
     if binding.not_observable:
         status, reason, sources = BoundaryStatus.NOT_OBSERVABLE, binding.not_observable, []
     elif place.layer is not None and place.layer.elsewhere:
@@ -400,7 +400,7 @@ def _inputs(place: _Place, boundary_map: BoundaryMap, layers: Mapping[int, _Laye
             yield name
 
 
-def _sources(place: _Place, binding: Binding, section: HostBindings) -> list[Source]:
+def _sources(place: _Place, binding: Binding, section: HostBindings, modules: Mapping[str, str]) -> list[Source]:
     """One source per part; none where the host cannot show the boundary."""
     if binding.not_observable:
         return []
@@ -414,7 +414,7 @@ def _sources(place: _Place, binding: Binding, section: HostBindings) -> list[Sou
     return [
         Source(
             boundary=place.name,
-            module=_fill(part.module, layer=layer),
+            module=_first_present(_fill(part.module, layer=layer), modules),
             tap=binding.tap,
             leaf=part.leaf,
             layout=part.layout or binding.layout,
@@ -435,6 +435,11 @@ def _sources(place: _Place, binding: Binding, section: HostBindings) -> list[Sou
         )
         for n, part in enumerate(parts)
     ]
+
+
+def _first_present(paths: str, modules: Mapping[str, str]) -> str:
+    """The first of ``a|b`` that the model has; the whole text where it has none."""
+    return next((path for path in paths.split("|") if path in modules), paths)
 
 
 def _chosen(name: str, level: int, wanted: int, globs: Sequence[str] | None) -> bool:

@@ -92,7 +92,8 @@ class Binding(_Strict, frozen=True, kw_only=True):
     """Where one host shows one boundary: exactly one of ``module``, ``parts``, ``derived``, ``not_observable``."""
 
     module: str | None = None
-    """Path as the host names it, with ``{layer}`` for a layer boundary; empty text is the root."""
+    """Path as the host names it, with ``{layer}`` for a layer boundary; ``a|b`` is the first that the model has; empty
+    text is the root."""
     tap: str = ""
     """Function tap of the host instead of a module hook (``attention``); ``leaf`` is then the tap's own name."""
     leaf: str = "output"
@@ -429,7 +430,7 @@ def _check_binding(binding: Binding, boundary: str, path: Path, key: str) -> Non
         return
     for n, part in enumerate(binding.parts or (Part(module=binding.module or "", leaf=binding.leaf),)):
         at = f"{key}.parts[{n}]" if binding.parts else key
-        if (_LAYER_NAME in boundary) != (_LAYER_NAME in part.module):
+        if any((_LAYER_NAME in boundary) != (_LAYER_NAME in module) for module in part.module.split("|")):
             wanted = "a module path with {layer}" if _LAYER_NAME in boundary else "a module path without {layer}"
             raise _invalid(path, f"{at}.module", f"{wanted}, as in the boundary's name", part.module or "the root")
         _check_placeholders(part.module, ("layer",), path, f"{at}.module")
