@@ -1,7 +1,7 @@
 """From a boundary map and a model's module names to a plan: what to hook where, and why not elsewhere.
 
 Pure: ``resolve`` sees names only, so it runs on text, on a laptop, and before any weight is loaded.
-Maps themselves (files, keys, validation) are ``tracer.record.boundary_maps``.
+Maps are read by ``tracer.record.boundary_maps``.
 """
 
 from __future__ import annotations
@@ -15,29 +15,9 @@ import msgspec
 
 from tracer.errors import Code, MapError, UsageError
 from tracer.format.schema import Boundary, BoundaryStatus, MapIdentity
-from tracer.record.boundary_maps import (
-    Binding,
-    BoundaryEntry,
-    BoundaryMap,
-    HostBindings,
-    Part,
-    layout_axes,
-    load_boundary_map,
-    map_for_root_class,
-    map_names,
-)
+from tracer.record.map_entries import Binding, BoundaryEntry, BoundaryMap, HostBindings, Part
 
-__all__ = [
-    "BoundaryMap",
-    "Plan",
-    "Source",
-    "WeightRule",
-    "layout_axes",
-    "load_boundary_map",
-    "map_for_root_class",
-    "map_names",
-    "resolve",
-]
+__all__ = ["Plan", "Source", "WeightRule", "resolve"]
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, overload
 
 import torch
 
 from tracer.errors import CaptureError, Code, MapError
 from tracer.format.schema import Span
-from tracer.record.boundary_maps import ROW_AXES, layout_axes
+from tracer.record.map_entries import ROW_AXES, layout_axes
 
 __all__ = ["Layout", "LeafPath", "LeafRoot", "held_columns", "leaf_paths", "local_tensor", "pick_leaf", "select_columns", "split_columns"]
 
@@ -65,11 +65,19 @@ def leaf_paths(text: str) -> tuple[LeafPath, ...]:
     return tuple(paths)
 
 
-def pick_leaf(paths: Sequence[LeafPath], args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> torch.Tensor:
+@overload
+def pick_leaf(paths: Sequence[LeafPath], args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> torch.Tensor: ...
+@overload
+def pick_leaf(
+    paths: Sequence[LeafPath], args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, *, none_is_fine: bool
+) -> torch.Tensor | None: ...
+def pick_leaf(
+    paths: Sequence[LeafPath], args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, *, none_is_fine: bool = False
+) -> torch.Tensor | None:
     """The first of the alternatives that is a tensor, as the module saw it (not detached, wrappers and all).
 
     Steps into a bare tensor stay at the tensor: a module that returns ``(y, cache)`` in one version and ``y`` in
-    another fits ``output[0]`` both times.
+    another fits ``output[0]`` both times. With ``none_is_fine`` a leaf that is None is the answer None.
 
     Raises CaptureError (leaf-not-tensor), saying what was found at the first alternative that exists."""
     found: Any = _MISSING
@@ -81,6 +89,8 @@ def pick_leaf(paths: Sequence[LeafPath], args: tuple[Any, ...], kwargs: Mapping[
             return value
         if found is _MISSING:
             found = value
+    if found is None and none_is_fine:
+        return None
     what = "leaf is None" if found is None else "no such leaf" if found is _MISSING else f"leaf is a {type(found).__name__}, not a tensor"
     raise CaptureError(Code.LEAF_NOT_TENSOR, what, where="|".join(path.text for path in paths))
 
