@@ -1,0 +1,126 @@
+"""``tracer map list | show NAME | check NAME --config CONFIG.json``: boundary maps, before any run."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tracer.errors import Code, HostError, UsageError
+from tracer.format.schema import BoundaryStatus
+from tracer.hosts import HOST_NAMES
+from tracer.record.boundaries import Plan, resolve
+from tracer.record.boundary_maps import load_boundary_map, map_for_root_class, map_names
+from tracer.record.map_entries import Binding, BoundaryMap
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Boundary maps: list, show, and check one against a model's config.", no_args_is_help=True)
+
+_Name = Annotated[str, typer.Argument(help="Name of a map, or path to a YAML file.")]
+_Host = Annotated[str, typer.Option("--host", help="Framework; by default the first one the map has bindings for.")]
+
+
+@app.command("list")
+def list_maps() -> None:
+    """Every map that comes with the package, and the model classes it serves."""
+    maps = [load_boundary_map(name) for name in map_names()]
+    width = max(len(found.family) for found in maps)
+    for found in maps:
+        served = [f"{host}: {', '.join(section.classes)}" for host, section in found.hosts.items() if section.classes]
+        typer.echo(f"{found.family:<{width}}  {found.about}")
+        typer.echo(f"{'':<{width}}  {'; '.join(served) or 'a base, to be extended'}")
+
+
+@app.command()
+def show(name: _Name, host: _Host = "") -> None:
+    """The boundaries of a map in causal order: level, name, what it is computed from, and where a host shows it."""
+    found = load_boundary_map(name)
+    section = found.hosts[_host_of(found, host)]
+    typer.echo(f"{found.family}: {found.about}")
+    typer.echo(f"file {found.file}, host {_host_of(found, host)}, classes {', '.join(section.classes) or 'none (a base)'}")
+    for boundary, entry in found.boundaries.items():
+        marks = [
+            f"level {entry.level}",
+            *([f"{entry.kind} layers"] if entry.kind else []),
+            *(["mixes tokens"] if entry.mixes_tokens else []),
+            *(["discrete"] if entry.discrete else []),
+            *([f"rows: {entry.rows.value}"] if entry.rows.value != "all" else []),
+        ]
+        typer.echo(f"{boundary}  ({', '.join(marks)})")
+        if entry.about:
+            typer.echo(f"    {entry.about}")
+        if entry.inputs:
+            typer.echo(f"    from {', '.join(entry.inputs)}")
+        typer.echo(f"    {_place(section.bindings[boundary])}")
+
+
+@app.command()
+def check(
+    name: Annotated[str, typer.Argument(help="Name of a map, path to a YAML file, or auto to choose by the model's class.")],
+    config: Annotated[Path, typer.Option("--config", help="The model's config.json, or a folder with one.")],
+    host: _Host = "",
+) -> None:
+    """Resolve a map against a model built from its config, without weights. Exit 0 if every boundary resolved, else 2."""
+    wanted = host or (HOST_NAMES[0] if name == "auto" else "")
+    found = None if name == "auto" else load_boundary_map(name)
+    wanted = _host_of(found, wanted) if found else wanted
+    modules = _modules(wanted, config)
+    found = found or map_for_root_class(modules[""], wanted)
+    plan = resolve(found, wanted, modules, level=2)
+    typer.echo(f"map {found.family}, host {wanted}, model {modules['']}")
+    _echo_reasons(plan)
+    typer.echo(plan.summary)
+    raise typer.Exit(2 if plan.unresolved else 0)
+
+
+def _modules(host: str, config: Path) -> dict[str, str]:
+    """Module names of the model a config describes, by the host's own means."""
+    try:
+        builder = importlib.import_module(f"tracer.hosts.{host}_config")
+    except ModuleNotFoundError:
+        raise HostError(
+            Code.HOST_UNKNOWN,
+            f"host {host!r} cannot build a model from a config",
+            expected=", ".join(HOST_NAMES),
+            found=host,
+            remedy="choose a host with --host",
+        ) from None
+    modules: dict[str, str] = builder.modules_from_config(config)
+    return modules
+
+
+def _host_of(found: BoundaryMap, host: str) -> str:
+    """The host asked for, or the map's first."""
+    if host and host not in found.hosts:
+        raise UsageError(
+            Code.BAD_ARGUMENT, f"map {found.family} has no bindings for host {host}", expected=", ".join(found.hosts), found=host
+        )
+    return host or next(iter(found.hosts))
+
+
+def _place(binding: Binding) -> str:
+    """Where a host shows a boundary, in one line."""
+    if binding.not_observable:
+        return f"not observable: {binding.not_observable}"
+    if binding.derived:
+        return "given by the host" if binding.derived == "host" else f"derived: {binding.derived}"
+    parts = [f"{part.module or 'root'} {part.leaf}" for part in binding.parts] or [f"{binding.module or 'root'} {binding.leaf}"]
+    tap = f" ({binding.tap} tap)" if binding.tap else ""
+    shards = "".join(f", {mesh} cuts {axis}" for mesh, axis in binding.shard.items())
+    return f"at {' + '.join(parts)}{tap}, layout {binding.layout}{shards}"
+
+
+def _echo_reasons(plan: Plan) -> None:
+    """Every boundary that did not resolve, then what the host cannot show, once per reason."""
+    for name, reason in plan.unresolved:
+        typer.echo(f"unresolved: {name}: {reason}")
+    hidden: dict[str, list[str]] = {}
+    for boundary in plan.boundaries:
+        if boundary.status in (BoundaryStatus.NOT_OBSERVABLE, BoundaryStatus.ELSEWHERE):
+            hidden.setdefault(f"{boundary.status.value}: {boundary.reason}", []).append(boundary.name)
+    for reason, names in hidden.items():
+        more = f" and {len(names) - 1} more like it" if len(names) > 1 else ""
+        typer.echo(f"{names[0]}{more}: {reason}")
