@@ -46,6 +46,7 @@ class Code(str, Enum):
     # hosts
     HOST_UNKNOWN = "host-unknown"
     HOST_MISSING_PACKAGE = "host-missing-package"
+    HOST_UNSUPPORTED = "host-unsupported"
     # capture
     LEAF_NOT_TENSOR = "leaf-not-tensor"
     CAPTURE_FAILED = "capture-failed"

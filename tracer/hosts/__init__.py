@@ -1,0 +1,92 @@
+"""Hosts: one module per framework, loaded when it is asked for.
+
+A host module has two functions: ``claims(model) -> bool``, which must not import the framework, and
+``create(model, mesh) -> Host``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+from tracer.errors import Code, HostError, UsageError
+from tracer.format.schema import Axis
+from tracer.record.host import Host, Mesh
+
+__all__ = ["HOST_NAMES", "find_host"]
+
+_MODULES = {"transformers": "tracer.hosts.transformers"}
+
+HOST_NAMES = tuple(sorted(_MODULES))
+"""Hosts that come with the package."""
+
+
+def find_host(
+    model: Any,
+    host: str | Host | None = None,
+    mesh: Mapping[str, tuple[int, int]] | Mesh | None = None,
+) -> Host:
+    """The host that runs ``model``: ``host`` itself, the one of that name, or the first that claims the model.
+
+    ``mesh`` overrides what the host would find out: axis name -> (this process's index, size), outermost axis first.
+    Raises HostError (host-unknown, host-missing-package, host-unsupported) and UsageError (bad-argument).
+    """
+    if host is not None and not isinstance(host, str):
+        return host
+    placed = _mesh(mesh)
+    if isinstance(host, str):
+        if host not in _MODULES:
+            raise HostError(
+                Code.HOST_UNKNOWN,
+                f"there is no host called {host!r}",
+                expected=", ".join(HOST_NAMES),
+                found=host,
+                remedy="leave host= out, or pass an object that implements tracer.record.host.Host",
+            )
+        return _create(host, model, placed)
+    for name in _MODULES:
+        if _load(name).claims(model):
+            return _create(name, model, placed)
+    raise HostError(
+        Code.HOST_UNKNOWN,
+        f"no host claims a {type(model).__module__}.{type(model).__qualname__}",
+        expected="a transformers model (PreTrainedModel), wrapped or not",
+        found=f"{type(model).__module__}.{type(model).__qualname__}",
+        remedy="pass the transformers model itself, or host= an object that implements tracer.record.host.Host",
+    )
+
+
+def _load(name: str) -> Any:
+    return importlib.import_module(_MODULES[name])
+
+
+def _create(name: str, model: Any, mesh: Mesh | None) -> Host:
+    try:
+        return cast("Host", _load(name).create(model, mesh))
+    except ImportError as error:
+        raise HostError(
+            Code.HOST_MISSING_PACKAGE,
+            f"the {name} host needs a package that cannot be imported: {error}",
+            remedy=f"install it: pip install 'boundary-tracer[{name}]'",
+        ) from error
+
+
+def _mesh(mesh: Mapping[str, tuple[int, int]] | Mesh | None) -> Mesh | None:
+    """The user's mesh as a ``Mesh``; ranks count row-major over the axes in the order given."""
+    if mesh is None or isinstance(mesh, Mesh):
+        return mesh
+    axes = tuple(Axis(name=name, index=index, size=size) for name, (index, size) in mesh.items())
+    for axis in axes:
+        if not 0 <= axis.index < axis.size:
+            raise UsageError(
+                Code.BAD_ARGUMENT,
+                f"mesh axis {axis.name!r} has no such coordinate",
+                expected=f"0 <= index < {axis.size}",
+                found=str(axis.index),
+            )
+    rank = 0
+    for axis in axes:
+        rank = rank * axis.size + axis.index
+    return Mesh(rank=rank, world_size=math.prod(axis.size for axis in axes), axes=axes)
