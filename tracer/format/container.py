@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from tracer.errors import CaptureError, Code, TraceFormatError
+from tracer.errors import CaptureError, Code, InternalError, TraceFormatError
 from tracer.format.schema import FORMAT_VERSION, SEGMENT_METADATA_KEY, SegmentHeader
 
 __all__ = [
@@ -44,8 +44,9 @@ Array = npt.NDArray[Any]
 REMEDY_ALTERED = "copy the trace again from where it was recorded, or record it again"
 _BATCH_BYTES = 1 << 20
 _MAPS = weakref.WeakSet[mmap.mmap]()
+_KEEPS_DESCRIPTOR = sys.version_info < (3, 13)
 _MAPS_AT_MOST = 256
-"""Before Python 3.13 a mapping keeps a file descriptor; beyond this many, columns are read instead."""
+"""Where a mapping keeps a file descriptor: beyond this many, columns are read instead."""
 _MAX_HEADER_BYTES = 1 << 30
 
 
@@ -112,6 +113,7 @@ def write_in_one_step(path: Path, chunks: Iterable[bytes | npt.NDArray[np.uint8]
     """
     temporary = path.with_name(f".{path.name}.tmp")
     state, size = xxhash.xxh3_128(), 0
+    visible = temporary
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -124,10 +126,11 @@ def write_in_one_step(path: Path, chunks: Iterable[bytes | npt.NDArray[np.uint8]
         finally:
             os.close(descriptor)
         os.replace(temporary, path)
+        visible = path
         sync_folder(path.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            visible.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise CaptureError(
                 Code.WRITE_FAILED,
@@ -178,13 +181,16 @@ def write_columns(
     def chunks() -> Iterator[bytes | npt.NDArray[np.uint8]]:
         yield len(text).to_bytes(8, "little") + text
         for column in columns:
+            announced = lines[column.name] * column.line_bytes
             for batch in _batches(parts[column.name]):
                 whole = batch[0] if len(batch) == 1 else np.concatenate(batch)
-                yield np.ascontiguousarray(whole.astype(column.dtype, casting="same_kind", copy=False)).reshape(-1).view(np.uint8)
+                data = np.ascontiguousarray(whole.astype(column.dtype, casting="same_kind", copy=False)).reshape(-1).view(np.uint8)
+                announced -= len(data)
+                yield data
+            if announced:
+                raise InternalError(Code.INTERNAL, f"column {column.name} has other lines than announced", where=str(path))
 
-    written = write_in_one_step(path, chunks())
-    assert written.size_bytes == 8 + len(text) + offset, "columns do not have the lines that were announced"
-    return written
+    return write_in_one_step(path, chunks())
 
 
 def _batches(parts: Iterable[Array]) -> Iterator[list[Array]]:
@@ -321,7 +327,7 @@ class ColumnFile:
         if not count:
             return np.empty(column.shape(0), column.dtype)
         try:
-            if self._mapped is None and (sys.version_info >= (3, 13) or len(_MAPS) < _MAPS_AT_MOST):
+            if self._mapped is None and not (_KEEPS_DESCRIPTOR and len(_MAPS) >= _MAPS_AT_MOST):
                 self._mapped = _map(self.path)
             if self._mapped is None:
                 flat = np.fromfile(self.path, column.dtype, count, offset=offset)
@@ -337,6 +343,10 @@ class ColumnFile:
                 found=str(error),
                 remedy=REMEDY_ALTERED,
             ) from error
+
+    def release(self) -> None:
+        """Forget the mapping; columns that were handed out stay valid, and it goes with the last of them."""
+        self._mapped = None
 
 
 def _map(path: Path) -> mmap.mmap:

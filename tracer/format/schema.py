@@ -31,6 +31,9 @@ A segment is columnar. ``R`` lines of the row table, ``L`` entries of row lists,
 The safetensors metadata key ``tracer`` holds a ``SegmentHeader`` as JSON, so that a finished
 segment can be read although its process died before the manifest.
 
+``weights.safetensors`` has ``digest``, ``sketch``, ``sum_squares``, ``abs_max`` and ``nonfinite``, each with one line per
+weight row; rows without statistics (integers, packed) have NaN ones.
+
 History
 1   first format
 """

@@ -112,7 +112,7 @@ class ShardWriter:
         self._sequence_count = 0
         self._segments: list[SegmentInfo] = []
         self._weights_file: SegmentInfo | None = None
-        self._failure: CaptureError | None = None
+        self._failure: BaseException | None = None
         self._committed = False
         try:
             _make_folders(Path(out))
@@ -167,8 +167,7 @@ class ShardWriter:
         The other arguments are the fields of ``schema.Block``; adds that share them become one block of the segment.
         May flush. Raises ``CaptureError`` (write-failed).
         """
-        if self._failure is not None:
-            raise self._failure
+        self._refuse_after_failure()
         batch = self._batch
         has_statistics, has_values = fingerprints.sketch_N16 is not None, fingerprints.values_NC is not None
         key = (boundary, dtype, width, spans, partial, occurrence, recompute, has_statistics, has_values)
@@ -188,6 +187,8 @@ class ShardWriter:
         if count:
             start = batch.row_starts.get(id(rows))
             if start is None:
+                if rows.sequence_R.min() < 0 or rows.sequence_R.max() >= self._sequence_count:
+                    raise InternalError(Code.INTERNAL, "rows of sequences that were not opened", where=boundary)
                 start = batch.row_starts[id(rows)] = batch.row_count
                 batch.row_sets.append(rows)
                 batch.row_count += count
@@ -202,17 +203,22 @@ class ShardWriter:
 
     def flush(self) -> None:
         """Finish a segment with everything pending, if anything is. Raises ``CaptureError`` (write-failed)."""
-        if self._failure is not None:
-            raise self._failure
+        self._refuse_after_failure()
         batch, self._batch = self._batch, _Batch()
         if not (batch.blocks or batch.sequences or batch.ids):
             return
-        number = len(self._segments)
+        try:
+            self._segments.append(self._write_segment(batch, len(self._segments)))
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _write_segment(self, batch: _Batch, number: int) -> SegmentInfo:
         blocks, lists = _lay_out(batch)
         parts = [list(pending.parts) for pending in batch.blocks.values()]
         fingerprints = list(itertools.chain.from_iterable(parts))
         with_statistics = [part for part in fingerprints if part.sketch_N16 is not None]
-        with_values = [part.values_NC for part in fingerprints if part.values_NC is not None]
+        with_values = [part.values_NC.reshape(-1) for part in fingerprints if part.values_NC is not None]
         count = sum(len(part.digest_N2) for part in fingerprints)
         id_count = sum(len(ids) for _, _, ids in batch.ids)
         lines = {
@@ -240,20 +246,20 @@ class ShardWriter:
             "ids.token": (ids for _, _, ids in batch.ids),
         }
         header = SegmentHeader(format=FORMAT_VERSION, number=number, blocks=blocks, sequences=tuple(batch.sequences))
-        try:
-            written = write_columns(self.path / segment_name(number), header, SEGMENT_COLUMNS, lines, arrays)
-        except CaptureError as error:
-            self._failure = error
-            raise
-        self._segments.append(
-            SegmentInfo(
-                file=segment_name(number),
-                size_bytes=written.size_bytes,
-                xxh3_128=written.xxh3_128,
-                rows=batch.row_count,
-                fingerprints=count,
-            )
+        written = write_columns(self.path / segment_name(number), header, SEGMENT_COLUMNS, lines, arrays)
+        return SegmentInfo(
+            file=segment_name(number),
+            size_bytes=written.size_bytes,
+            xxh3_128=written.xxh3_128,
+            rows=batch.row_count,
+            fingerprints=count,
         )
+
+    def _refuse_after_failure(self) -> None:
+        if self._failure is not None:
+            raise CaptureError(
+                Code.WRITE_FAILED, "recording stopped when a file could not be written", where=str(self.path), found=str(self._failure)
+            ) from self._failure
 
     def write_weight_rows(self, parts: Sequence[Fingerprints]) -> None:
         """Write the fingerprints of weight rows, once per shard: a weight's ``start`` is the number of rows in the parts before it.
@@ -282,7 +288,7 @@ class ShardWriter:
         lines = dict.fromkeys(arrays, count)
         try:
             written = write_columns(self.path / WEIGHTS_NAME, header, WEIGHT_COLUMNS, lines, arrays)
-        except CaptureError as error:
+        except BaseException as error:
             self._failure = error
             raise
         self._weights_file = SegmentInfo(
@@ -301,7 +307,7 @@ class ShardWriter:
             self.flush()
         manifest = msgspec.structs.replace(manifest, segments=tuple(self._segments), weights_file=self._weights_file)
         if self._failure is not None:
-            reason = manifest.incomplete_reason or f"{self._failure.what} ({self._failure.found})"
+            reason = manifest.incomplete_reason or str(self._failure)
             manifest = msgspec.structs.replace(manifest, complete=False, incomplete_reason=reason)
         try:
             text = msgspec.json.format(msgspec.json.encode(manifest, order="deterministic"), indent=1)

@@ -1,7 +1,16 @@
 """Reading the shards of a trace: what a manifest says, held against what the files are.
 
 Nothing is loaded that is not asked for. ``inspect_shard`` collects everything that is wrong with a shard,
-``read_shard`` raises the first of it. Suffixes: see ``schema``; B rows of one block.
+``read_shard`` raises the first of it. Suffix B: rows of one block; the others are those of ``schema``.
+
+Refused:
+- *the manifest*: no JSON, another format number or none, an unknown key, a wrong type, a rank or mesh coordinate outside
+  its world, a file name other than the one its place demands (names are data, never paths), an unknown dtype, a malformed
+  weight digest, a weight outside the weights file;
+- *a file*: listed but missing, present but not listed, another size or checksum than was written, other columns or layout
+  than the format has, other counts than the manifest lists, another number than its name says;
+- *a block*: an unknown dtype, a range outside its column, spans that overlap or leave the row;
+- *a reference* (with ``verify``): to a row, a sequence or a position that does not exist.
 """
 
 from __future__ import annotations
@@ -50,7 +59,9 @@ Array = npt.NDArray[Any]
 
 _SHARD = re.compile(r"shard-\d{5,}")
 _MAX_WORLD = 1 << 24
-_SEGMENT = re.compile(r"segment-.*\.safetensors")
+_UNKNOWN = 1 << 31
+_DIGEST = re.compile(r"[0-9a-f]{16}")
+_FILE = re.compile(rf"segment-.*\.safetensors|{re.escape(WEIGHTS_NAME)}")
 
 
 @dataclass(eq=False)
@@ -251,6 +262,8 @@ def read_manifest(path: Path) -> Manifest:
             Code.MANIFEST_INVALID, f"the manifest {what}", where=str(path), expected=expected, found=found, remedy=REMEDY_ALTERED
         )
 
+    if not path.is_file():
+        raise invalid("is no file")
     try:
         raw = path.read_bytes()
     except OSError as error:
@@ -281,6 +294,11 @@ def read_manifest(path: Path) -> Manifest:
     for weight in manifest.weights:
         if not weight.unknown:
             dtype_info(weight.dtype, f"{path}, weight {weight.name}")
+            for lanes in (weight.digest, weight.after or ()):
+                if not all(_DIGEST.fullmatch(lane) for lane in lanes):
+                    raise invalid(
+                        f"has a malformed digest of weight {weight.name}", expected="two lanes of 16 hex digits", found=str(lanes)
+                    )
         held = sum(stop - start for start, stop in weight.row_spans) if weight.row_spans else weight.rows
         if weight.start >= 0 and weight.start + held > weight_lines:
             raise invalid(
@@ -332,24 +350,29 @@ def inspect_shard(
             manifest = read_manifest(path / MANIFEST_NAME)
         except TraceFormatError as error:
             problems.append(error)
-    present = sorted(entry.name for entry in path.iterdir() if _SEGMENT.fullmatch(entry.name))
+    try:
+        present = sorted(entry.name for entry in path.iterdir() if _FILE.fullmatch(entry.name) and entry.is_file())
+    except OSError as error:
+        found = error.strerror or str(error)
+        unreadable = TraceFormatError(Code.SHARD_INCOMPLETE, "the shard's folder cannot be read", where=str(path), found=found)
+        return Shard(path, manifest, (), None, (*problems, unreadable))
     if manifest is None:
-        listed: list[SegmentInfo | None] = [None] * len(present)
+        listed: list[tuple[str, SegmentInfo | None]] = [(name, None) for name in present if name != WEIGHTS_NAME]
     else:
-        listed = list(manifest.segments)
+        listed = [(info.file, info) for info in manifest.segments]
+        names = {info.file for info in manifest_files(manifest)}
         problems += [
-            _invalid(path / name, "the manifest does not list this segment", expected=f"{len(listed)} segments", found=name)
+            _invalid(path / name, "the manifest does not list this file", expected=f"{len(names)} files", found=name)
             for name in present
-            if name not in {info.file for info in manifest.segments}
+            if name not in names
         ]
     segments: list[Segment] = []
     sequences = 0
-    for number, info in enumerate(listed):
+    for number, (name, info) in enumerate(listed):
         try:
-            file = _open(path / segment_name(number), info, SEGMENT_COLUMNS, number, verify, checksums)
-            segment = Segment(file, info)
+            segment = Segment(_open(path / name, info, SEGMENT_COLUMNS, number, verify, checksums), info)
             sequences += len(segment.header.sequences)
-            _check_segment(segment, sequences, verify)
+            _check_segment(segment, sequences if len(segments) == number else _UNKNOWN, verify)
             segments.append(segment)
         except TraceFormatError as error:
             problems.append(error)
@@ -400,25 +423,30 @@ def _open(
 def _check_segment(segment: Segment, sequences: int, verify: bool) -> None:
     """Every range of every block lies inside its column; with ``verify``, every row reference too."""
     path, lines = segment.path, segment.file.lines
+    held: dict[tuple[str, tuple[Span, ...], int], int] = {}
     for block in segment.header.blocks:
-        where = f"boundary {block.boundary}"
-        dtype_info(block.dtype, f"{path}, {where}")
-        _check_spans(path, where, block.spans, block.width)
-        ranges = {"lists": (block.row_start, block.row_count), "digest": (block.digest_start, block.row_count)}
-        if block.stats_start != -1:
-            ranges["sketch"] = (block.stats_start, block.row_count)
-        if block.values_start != -1:
-            ranges["values"] = (block.values_start, block.row_count * held_columns(block))
-        for column, (start, count) in ranges.items():
-            if start < 0 or count < 0 or start + count > lines[column]:
-                raise _invalid(
-                    path,
-                    f"{where} lies outside column {column}",
-                    expected=f"within 0 .. {lines[column]}",
-                    found=f"{start} .. {start + count}",
-                )
+        kind = (block.dtype, block.spans, block.width)
+        if kind not in held:
+            dtype_info(block.dtype, f"{path}, boundary {block.boundary}")
+            _check_spans(path, block)
+            held[kind] = held_columns(block)
+        count = block.row_count
+        if (
+            count < 0
+            or not 0 <= block.row_start <= lines["lists"] - count
+            or not 0 <= block.digest_start <= lines["digest"] - count
+            or not -1 <= block.stats_start <= lines["sketch"] - (count if block.stats_start >= 0 else 0)
+            or not -1 <= block.values_start <= lines["values"] - (count * held[kind] if block.values_start >= 0 else 0)
+        ):
+            raise _invalid(
+                path,
+                f"boundary {block.boundary} lies outside its columns",
+                expected=", ".join(f"{lines[name]} {name}" for name in ("lists", "digest", "sketch", "values")),
+                found=f"{count} rows of {held[kind]} columns from {block.row_start}, {block.digest_start}, "
+                f"{block.stats_start} and {block.values_start} on",
+            )
         if block.executions < 0:
-            raise _invalid(path, f"{where} has a negative number of executions", found=str(block.executions))
+            raise _invalid(path, f"boundary {block.boundary} has a negative number of executions", found=str(block.executions))
     if not verify:
         return
     limits = {"lists": lines["rows.sequence"], "rows.sequence": sequences, "ids.sequence": sequences}
@@ -429,14 +457,20 @@ def _check_segment(segment: Segment, sequences: int, verify: bool) -> None:
         low, high, limit = int(values.min()), int(values.max()), limits.get(column, 1 << 31)
         if low < 0 or high >= limit:
             raise _invalid(path, f"column {column} refers to nothing", expected=f"within 0 .. {limit - 1}", found=f"{low} .. {high}")
+    segment.file.release()
 
 
-def _check_spans(path: Path, where: str, spans: tuple[Span, ...], width: int) -> None:
-    taken = sorted(spans)
+def _check_spans(path: Path, block: Block) -> None:
+    taken = sorted(block.spans)
     ends = [0, *(stop for _, stop in taken)]
-    inside = all(start < stop <= width and start >= end for (start, stop), end in zip(taken, ends[:-1], strict=True))
-    if width < 0 or not inside:
-        raise _invalid(path, f"{where} has columns that no row has", expected=f"disjoint spans within 0 .. {width}", found=str(list(spans)))
+    inside = all(end <= start < stop <= block.width for (start, stop), end in zip(taken, ends[:-1], strict=True))
+    if block.width < 0 or not inside:
+        raise _invalid(
+            path,
+            f"boundary {block.boundary} has columns that no row has",
+            expected=f"disjoint spans within 0 .. {block.width}",
+            found=str(list(block.spans)),
+        )
 
 
 def _invalid(path: Path, what: str, *, expected: str = "", found: str = "") -> TraceFormatError:
