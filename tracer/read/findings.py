@@ -79,6 +79,7 @@ class FindingCode(str, Enum):
     SEGMENT_TORN = "segment-torn"
     HOLE = "hole"
     SLICES_OVERLAP = "slices-overlap"
+    IDS_CONTRADICT = "ids-contradict"
     # a side against itself
     REPLICAS_DISAGREE = "replicas-disagree"
     RECOMPUTE_DISAGREES = "recompute-disagrees"
