@@ -19,7 +19,8 @@ from tests.trace_files import BOUNDARIES, fingerprints, manifest, row_set, write
 from tracer.errors import CaptureError, Code, InternalError, UsageError
 from tracer.format.fingerprint import Fingerprints
 from tracer.format.schema import Sequence
-from tracer.format.store import RowSet, ShardWriter, read_shard
+from tracer.format.store import RowSet, ShardWriter
+from tracer.format.store_read import read_shard
 from tracer.read.findings import FindingCode
 from tracer.read.load import load_trace
 

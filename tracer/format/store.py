@@ -1,4 +1,4 @@
-"""Writing one shard of a trace, and the readers beside it (``tracer.format.store_read``).
+"""Writing one shard of a trace; ``tracer.format.store_read`` reads it.
 
 What a shard survives
 - *A killed process*: every segment that was finished before stays whole and readable; the one being written
@@ -38,9 +38,9 @@ from tracer.format.schema import (
     shard_name,
 )
 from tracer.format.schema import Sequence as SequenceInfo
-from tracer.format.store_read import Segment, Shard, WeightRows, committed_run_id, read_shard, shard_paths
+from tracer.format.store_read import committed_run_id
 
-__all__ = ["RowSet", "Segment", "Shard", "ShardWriter", "WeightRows", "read_shard", "shard_paths"]
+__all__ = ["RowSet", "ShardWriter"]
 
 I32 = npt.NDArray[np.int32]
 IntArray = npt.NDArray[np.signedinteger[Any]]
