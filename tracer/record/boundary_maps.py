@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -147,11 +148,17 @@ def _read(path: Path) -> _Document:
     return _convert(raw, _Document, path, "")
 
 
+@cache
+def _keys(struct: type[msgspec.Struct]) -> tuple[str, ...]:
+    """Keys of a struct as YAML writes them."""
+    return tuple(field.encode_name for field in msgspec.structs.fields(struct))
+
+
 def _convert(raw: Any, struct: type[_T], path: Path, key: str) -> _T:
     """``raw`` as ``struct``, or map-invalid with the exact key."""
     if not isinstance(raw, dict):
         raise invalid(path, key or "the file", "a mapping of keys", _show(raw))
-    known = [field.encode_name for field in msgspec.structs.fields(struct)]
+    known = _keys(struct)
     for name in raw:
         if name not in known:
             raise invalid(path, _join(key, name), f"one of {', '.join(known)}", f"unknown key {name!r}")
