@@ -176,8 +176,8 @@ def test_deepseek_without_a_query_latent() -> None:
 
 def test_qwen3_next_with_experts() -> None:
     """With experts the family has the mixture's boundaries and the gated shared expert in every layer."""
-    changes: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
-    model = make_model("qwen3_next", **changes)
+    sizes: dict[str, Any] = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+    model = make_model("qwen3_next", num_experts=8, num_experts_per_tok=2, **sizes)
     modules = {path: type(module).__name__ for path, module in model.named_modules()}
     plan = resolve(load_boundary_map("qwen3_next"), HOST, modules, level=2)
     assert plan.unresolved == ()
