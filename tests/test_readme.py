@@ -1,0 +1,113 @@
+"""The documentation runs: every Python block and every console command of the pages listed here, in order, in a fresh folder.
+
+A ``python`` block is run as a script. In a ``console`` block every line that starts with ``$ `` is run by bash and the lines under
+it are what it must print (``...`` stands for anything; ``$ echo $?`` shows the exit code of the command before it).
+A block directly under ``<!-- not executed: REASON -->`` is skipped.
+
+The pages speak of the reader's own model in ``my-model``: here that is a tiny random Qwen3-MoE.
+"""
+
+from __future__ import annotations
+
+import doctest
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny_models import make_model
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for door in ("tutorial", "how-to") for p in (ROOT / "docs" / door).glob("*.md"))]
+
+pytestmark = pytest.mark.host
+
+
+@dataclass
+class Block:
+    """One fenced block of a page."""
+
+    line: int
+    language: str
+    text: str
+    skipped: bool
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    text = page.read_text()
+    pattern = r"(?P<skip><!-- not executed: .+? -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```"
+    return [
+        Block(text[: match.start()].count("\n") + 1, match["language"], match["text"], bool(match["skip"]))
+        for match in re.finditer(pattern, text, flags=re.MULTILINE | re.DOTALL)
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A reader's folder: their model lies in it."""
+    make_model("qwen3_moe", torch.bfloat16).save_pretrained(tmp_path / "my-model")
+    return tmp_path
+
+
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run as a reader would, with this environment's commands first on the path."""
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "COLUMNS": "160",
+    }
+    return subprocess.run(command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
+
+
+def run_console(block: Block, folder: Path, where: str) -> None:
+    """Run every command of a console block and compare what it prints with what the page shows."""
+    status = 0
+    for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+        command, _, wanted = part.partition("\n")
+        done = run(["bash", "-c", f"(exit {status}); {command}"], folder)
+        status = done.returncode
+        flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+        if wanted.strip() and not doctest.OutputChecker().check_output(wanted, done.stdout, flags):
+            pytest.fail(f"{where}: `{command}` printed\n{done.stdout}\nthe page shows\n{wanted}")
+        if not wanted.strip():
+            assert status in (0, 1), f"{where}: `{command}` ended with {status}\n{done.stdout}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_of_the_page_runs(page: str, folder: Path) -> None:
+    """Everything a page tells the reader to run does run, and prints what the page shows."""
+    for block in blocks(ROOT / page):
+        where = f"{page}:{block.line}"
+        if block.skipped:
+            continue
+        match block.language:
+            case "python":
+                done = run([sys.executable, "-c", block.text], folder)
+                assert done.returncode == 0, f"{where}\n{done.stdout}"
+            case "console":
+                run_console(block, folder, where)
+            case _:
+                continue
+
+
+def test_the_readme_has_something_to_run() -> None:
+    """The README holds executed Python and executed commands, so that the test above is no empty one."""
+    languages = {block.language for block in blocks(ROOT / "README.md") if not block.skipped}
+    assert {"python", "console"} <= languages
+
+
+def test_make_targets_of_the_readme_exist() -> None:
+    """Every make target that a page names exists."""
+    text = "\n".join((ROOT / page).read_text() for page in PAGES)
+    targets = set(re.findall(r"make ([a-z-]+)\b", "\n".join(re.findall(r"`[^`\n]+`|^\$ .*$", text, flags=re.MULTILINE))))
+    assert {"demo", "test"} <= targets
+    makefile = (ROOT / "Makefile").read_text()
+    assert {target for target in targets if not re.search(rf"^{target}:", makefile, flags=re.MULTILINE)} == set()
