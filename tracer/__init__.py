@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,9 @@ if TYPE_CHECKING:
     from tracer.read.diff import diff_traces
     from tracer.read.stitch import open_trace
     from tracer.record.boundary_maps import load_boundary_map
-    from tracer.record.capture import trace
+    from tracer.record.capture import Trace
+    from tracer.record.host import Host, Mesh
+    from tracer.record.map_entries import BoundaryMap
 
 __all__ = ["Tolerance", "TracerError", "diff_traces", "load_boundary_map", "open_trace", "trace"]
 
@@ -27,8 +31,41 @@ _HOMES = {
     "diff_traces": "tracer.read.diff",
     "load_boundary_map": "tracer.record.boundary_maps",
     "open_trace": "tracer.read.stitch",
-    "trace": "tracer.record.capture",
 }
+
+
+def trace(
+    model: Any,
+    map: str | os.PathLike[str] | BoundaryMap = "auto",
+    out: str | os.PathLike[str] | None = None,
+    level: int = 1,
+    boundaries: str | Sequence[str] | None = None,
+    tokens: slice | Iterable[int] | None = None,
+    weights: str | bool | None = "digest",
+    host: str | Host | None = None,
+    mesh: Mapping[str, tuple[int, int]] | Mesh | None = None,
+    strict: bool = False,
+    sequences: Iterable[Any] | Callable[[tuple[Any, ...], Mapping[str, Any]], Iterable[Any] | None] | None = None,
+) -> Trace:
+    """A context manager that records the model's forwards: ``with trace(model) as t: model(**batch)``.
+
+    ``map``: ``"auto"`` (by the class of the model), a map's name or file, or a loaded ``BoundaryMap``.
+    ``out``: a folder that does not hold another run (``TRACER_OUT`` overrides; default ``traces/<UTC>-<host>-<run id>``,
+    printed at exit). ``level``: 0 coarse, 1, 2 everything; ``boundaries``: globs over names that choose instead.
+    ``tokens``: positions to keep per sequence (slice, range or list of positions from 0 on); the others are declared
+    not computed. ``weights``: ``"digest"``, ``"rows"`` or ``False``. ``host``, ``mesh``: override what is found out.
+    ``strict``: a failure of the tracer is raised instead of only making the trace incomplete.
+    ``sequences``: where packed rows begin, if the model is not told: cu_seqlens of one packed row, or per batch row the
+    lengths of its documents, or a function of a call's (args, kwargs) that gives either.
+
+    Raises HostError (no host claims the model), UsageError (bad-argument). Entering raises MapError (the map is unknown,
+    malformed or does not fit), UsageError (out-in-use), CaptureError (write-failed).
+    """
+    from tracer.hosts import find_host
+    from tracer.record.capture import Trace, TraceOptions
+
+    options = TraceOptions(map, out, level, boundaries, tokens, weights, strict, sequences)
+    return Trace(find_host(model, host, mesh), options, __version__)
 
 
 def __getattr__(name: str) -> Any:

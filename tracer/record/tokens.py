@@ -139,12 +139,14 @@ def visible_keys(mask: npt.ArrayLike, columns: int) -> IntArray:
     allowed = np.asarray(mask) != 0
     before = allowed.shape[-1] - columns
     if allowed.ndim == 2:
-        return np.cumsum(allowed, axis=1, dtype=np.int64)[:, before:]
+        counted_BK: IntArray = np.cumsum(allowed, axis=1, dtype=np.int64)
+        return counted_BK[:, before:]
     real_B1K = allowed.any(axis=1, keepdims=True)
     causal_SK = np.arange(allowed.shape[-1])[None, :] <= before + np.arange(columns)[:, None]
     seen_BSK = allowed & causal_SK
     from_first_BSK = np.maximum.accumulate(seen_BSK, axis=-1)
-    return (from_first_BSK & real_B1K & causal_SK).sum(axis=-1, dtype=np.int64)
+    counted_BS: IntArray = (from_first_BSK & real_B1K & causal_SK).sum(axis=-1, dtype=np.int64)
+    return counted_BS
 
 
 def visible_from(rows: Rows, visible_N: npt.ArrayLike) -> IntArray:
@@ -204,6 +206,10 @@ class SequenceRegistry:
             self._known.append(_Known())
             self._on_open(sequence)
         return index
+
+    def index(self, label: str, scope: str = "") -> int | None:
+        """Index of the sequence with exactly this label and scope, None if it was never opened."""
+        return self._index.get((label, scope))
 
     def find(self, name: str) -> int | None:
         """Latest sequence with this request name or label, None if there is none."""

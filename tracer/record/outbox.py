@@ -1,0 +1,117 @@
+"""From the traced program to the shard: a bounded queue and the one thread that writes.
+
+Hooks only append to a list; the list goes to the queue when a forward ends or grows long. The writer waits for
+fingerprints still on their way from a device, so the traced program does not. When the writer falls behind, the
+queue fills and the program waits for it: memory stays bounded, nothing is dropped. After a failure to write
+everything is thrown away, the program goes on, and ``failure`` says why.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from dataclasses import dataclass
+
+from tracer.format.schema import Sequence, Span
+from tracer.format.store import RowSet, ShardWriter
+from tracer.record.fingerprint_tensors import PendingFingerprints
+from tracer.record.host import IntArray
+
+__all__ = ["Observation", "Outbox"]
+
+_BATCH_ITEMS = 128
+_QUEUED_BATCHES = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """One execution of one source of a boundary: what ``ShardWriter.add`` needs."""
+
+    boundary: str
+    rows: RowSet
+    fingerprints: PendingFingerprints
+    dtype: str
+    width: int
+    spans: tuple[Span, ...] = ()
+    partial: str = ""
+    occurrence: int = 0
+    recompute: bool = False
+    executions: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class _Ids:
+    sequence: int
+    position: int
+    ids: IntArray
+
+
+_Item = Observation | Sequence | _Ids
+
+
+class Outbox:
+    """Everything on its way to one ``ShardWriter``. Fed by the traced program's threads, one at a time."""
+
+    def __init__(self, writer: ShardWriter) -> None:
+        self._writer = writer
+        self._batch: list[_Item] = []
+        self._queue: queue.Queue[list[_Item] | None] = queue.Queue(_QUEUED_BATCHES)
+        self._thread = threading.Thread(target=self._write, name="tracer-writer", daemon=True)
+        self._thread.start()
+        self.failure: Exception | None = None
+
+    def open_sequence(self, sequence: Sequence) -> None:
+        """A sequence got the next index."""
+        self._batch.append(sequence)
+
+    def add_ids(self, sequence: int, position: int, ids: IntArray) -> None:
+        """Token ids of a sequence; the array is kept."""
+        self._batch.append(_Ids(sequence, position, ids))
+
+    def add(self, observation: Observation) -> None:
+        """An execution of a boundary; may wait for the writer."""
+        self._batch.append(observation)
+        if len(self._batch) >= _BATCH_ITEMS:
+            self.send()
+
+    def send(self) -> None:
+        """Hand what has gathered to the writer; waits while the queue is full."""
+        if self._batch:
+            batch, self._batch = self._batch, []
+            if self.failure is None:
+                self._queue.put(batch)
+
+    def close(self) -> None:
+        """Send the rest and wait until everything is with the ``ShardWriter``, which is then the caller's again."""
+        self.send()
+        self._queue.put(None)
+        self._thread.join()
+
+    def _write(self) -> None:
+        while (batch := self._queue.get()) is not None:
+            if self.failure is not None:
+                continue
+            try:
+                for item in batch:
+                    self._write_one(item)
+            except Exception as error:  # whatever it is must reach the manifest, not the program
+                self.failure = error
+
+    def _write_one(self, item: _Item) -> None:
+        if isinstance(item, Observation):
+            self._writer.add(
+                item.boundary,
+                item.rows,
+                item.fingerprints.resolve(),
+                dtype=item.dtype,
+                width=item.width,
+                spans=item.spans,
+                partial=item.partial,
+                occurrence=item.occurrence,
+                recompute=item.recompute,
+                executions=item.executions,
+            )
+        elif isinstance(item, Sequence):
+            self._writer.open_sequence(item)
+        else:
+            self._writer.add_ids(item.sequence, item.position, item.ids)
