@@ -164,7 +164,8 @@ def assert_holds(boundary: LogicalBoundary, tensor: Array, dtype: str = "float32
         return
     assert isinstance(statistics, Statistics)
     assert boundary.load_values() is None
-    scale = np.sqrt(whole.sum_squares_N.max(initial=1e-30)) if whole.sum_squares_N is not None else 1.0
+    assert whole.sum_squares_N is not None
+    scale = float(np.sqrt(whole.sum_squares_N.max(initial=1e-30)))
     np.testing.assert_allclose(statistics.sketch_R16, whole.sketch_N16, atol=1e-5 * scale)
     np.testing.assert_allclose(statistics.sum_squares_R, whole.sum_squares_N)
     np.testing.assert_array_equal(statistics.abs_max_R, whole.abs_max_N)

@@ -403,7 +403,8 @@ def layouts(draw: st.DrawFn) -> dict[str, Any]:
     pieces = list(zip([0, *cuts], [*cuts, width], strict=True))
     slices_count = draw(st.integers(1, min(4, len(pieces))))
     owner = [*range(slices_count), *draw(st.lists(st.integers(0, slices_count - 1), min_size=len(pieces), max_size=len(pieces)))]
-    slices = [tuple(draw(st.permutations([piece for piece, own in zip(pieces, owner, strict=False) if own == s]))) for s in range(slices_count)]
+    owned = [[piece for piece, own in zip(pieces, owner, strict=False) if own == number] for number in range(slices_count)]
+    slices = [tuple(draw(st.permutations(mine))) for mine in owned]
     rows = draw(st.permutations(range(len(ROWS))))
     row_cuts = sorted(draw(st.sets(st.integers(1, len(ROWS) - 1), max_size=3)))
     chunks = [list(rows[start:stop]) for start, stop in zip([0, *row_cuts], [*row_cuts, len(ROWS)], strict=True)]
@@ -435,8 +436,8 @@ def test_any_grid_of_any_tensor_stitches_to_the_whole(layout: dict[str, Any]) ->
         for index, (rank, (spans, chunk)) in enumerate(zip(ranks, layout["ranks"], strict=True)):
             if index == knows_ids:
                 rank.ids()
-            for step, row in enumerate(chunk) if not layout["whole_blocks"] else [(0, None)]:
-                rank.add(Q, whole, take=chunk if row is None else [row], spans=spans, dtype=dtype.name, forward=step, padding=layout["padding"])
+            for step, taken in enumerate([chunk] if layout["whole_blocks"] else [[row] for row in chunk]):
+                rank.add(Q, whole, take=taken, spans=spans, dtype=dtype.name, forward=step, padding=layout["padding"])
                 if step in layout["flushes"]:
                     rank.writer.flush()
             rank.commit()
