@@ -15,7 +15,7 @@ import os
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -30,10 +30,10 @@ U64 = npt.NDArray[np.uint64]
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 
-_TILE_ITEMS = 1 << 16
+_TILE_ITEMS = 1 << 18
+"""Columns times rows of one tile: few enough for the outer caches, enough to hide about 40 microseconds of calls."""
 _TILE_ROWS = 64
-_TILE_COLUMNS = 1024
-_TILE_COLUMNS_MAX = 8192
+_BLAS_VECTOR = 8192
 """OpenBLAS splits a dot product over threads of its own beyond 10000 items ..."""
 _BLAS_ROWS = 32
 _BLAS_COLUMNS = 256
@@ -107,9 +107,9 @@ def fingerprint_parts(storage_NC: AnyArray, plan: Plan, threads: int) -> Parts:
                     start = starts.popleft()  # atomic: each block is one thread's
                 except IndexError:
                     return
-                block: Parts = _block(storage_NC[start : start + step], plan)
-                for whole, part in zip(out, block, strict=True):
-                    whole[start : start + step] = part
+                block = _block(storage_NC[start : start + step], plan)
+                for column, part in zip(out, block, strict=True):
+                    cast("AnyArray", column)[start : start + step] = part
 
     helpers = [_helpers(threads - 1).submit(work) for _ in range(min(threads, len(starts)) - 1)]
     work()
@@ -119,10 +119,10 @@ def fingerprint_parts(storage_NC: AnyArray, plan: Plan, threads: int) -> Parts:
 
 
 def _block_rows(rows: int, columns: int, threads: int) -> int:
-    """Rows of one block: one tile high, fewer where that leaves a thread without work."""
+    """Rows of one block: about one tile, less where that lets every thread have two."""
     step = max(_TILE_ROWS, _TILE_ITEMS // max(columns, 1))
-    if threads > 1 and rows * columns > _TILE_ITEMS:
-        step = min(step, -(-rows // threads))
+    if threads > 1 and rows * columns >= _TILE_ITEMS // 2:
+        step = min(step, max(-(-rows // (2 * threads)), 1))
     return step - step % _BLAS_ROWS if step > _BLAS_ROWS else step
 
 
@@ -143,7 +143,7 @@ def _block(storage_RC: AnyArray, plan: Plan) -> Parts:
     if not rows or not columns:
         return Parts.zeros(rows)
     words_RW = plan.pack(storage_RC)
-    step = min(max(_TILE_ITEMS // rows // _BLAS_COLUMNS, 1) * _BLAS_COLUMNS, _TILE_COLUMNS_MAX)
+    step = max(_TILE_ITEMS // rows // _BLAS_COLUMNS, 1) * _BLAS_COLUMNS
     if columns <= step and plan.direct:
         return Parts(_digest_tile(words_RW, plan.keys_2W), *_statistics_tile(_values(storage_RC, plan.info), plan.projection_C16))
     total = Parts.zeros(rows)
@@ -178,18 +178,32 @@ def _digest_tile(words_RT: U32, keys_2T: U64) -> U64:
 def _values(storage_RT: AnyArray, info: DtypeInfo) -> F32:
     """The tile as float32: a view of it, or scratch."""
     native = info.native
-    if info.name == "float32" or info.name == "complex64":
+    if native == np.float32:
         return storage_RT.view(np.float32)
     values_RT = _scratch.values[: storage_RT.size].reshape(storage_RT.shape)
-    if native is not None:
+    if native == np.float16:
+        _put_halves(storage_RT, values_RT)
+    elif native is not None:
         np.copyto(values_RT, storage_RT.view(native), casting="unsafe")
-    elif info.itemsize == 2:
+    elif info.name == "bfloat16":
         bits_RT = values_RT.view(np.uint32)
         np.copyto(bits_RT, storage_RT)
         np.left_shift(bits_RT, np.uint32(16), out=bits_RT)
     else:
         np.take(float8_values(info.name), storage_RT, out=values_RT, mode="clip")
     return values_RT
+
+
+def _put_halves(storage_RT: AnyArray, values_RT: F32) -> None:
+    """float16 to float32, five times as fast as numpy's cast: move sign, exponent and mantissa into place, then rescale."""
+    if np.maximum.reduce(storage_RT & np.uint16(0x7C00), axis=None) == 0x7C00:  # an inf or NaN: rare, and not a matter of scale
+        np.copyto(values_RT, storage_RT.view(np.float16))
+        return
+    bits_RT = values_RT.view(np.int32)
+    np.copyto(bits_RT, storage_RT.view(np.int16))
+    np.left_shift(bits_RT, np.int32(13), out=bits_RT)
+    np.bitwise_and(bits_RT, np.int32(-0x70002000), out=bits_RT)  # 0x8fffe000: the copied sign bits go
+    np.multiply(values_RT, np.float32(2.0**112), out=values_RT)
 
 
 def _statistics_tile(values_RT: F32, projection_T16: F32) -> tuple[F32, F64, F32, U32]:
@@ -208,7 +222,8 @@ def _statistics_tile(values_RT: F32, projection_T16: F32) -> tuple[F32, F64, F32
 def _sum_squares(values_RT: F32) -> F64:
     wide_RT = _scratch.wide[: values_RT.size].view(np.float64).reshape(values_RT.shape)
     np.copyto(wide_RT, values_RT)
-    squares_R: F64 = _row_dot(wide_RT, wide_RT)
+    pieces = (wide_RT[:, start : start + _BLAS_VECTOR] for start in range(0, wide_RT.shape[1], _BLAS_VECTOR))
+    squares_R: F64 = sum(_row_dot(piece_RT, piece_RT) for piece_RT in pieces)
     return squares_R
 
 
