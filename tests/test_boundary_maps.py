@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import transformers
 import yaml
 
 from tests.tiny_models import FAMILIES, class_name, make_ids, make_model
@@ -264,6 +265,26 @@ def test_unknown_maps_and_classes(tmp_path: Path) -> None:
     assert caught.value.code is Code.MAP_UNKNOWN
     assert "Qwen3MoeForCausalLM" in caught.value.expected
     assert caught.value.found == "Qwen9ForCausalLM"
+
+
+def test_the_maps_of_the_how_to_work(tmp_path: Path) -> None:
+    """Every map printed in the how-to loads, and its Phi-3 map resolves on a real model with a name for every parameter."""
+    page = (MAPS.parent / "docs/how-to/write-a-map.md").read_text()
+    blocks = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+    assert len(blocks) == 2
+    maps = []
+    for number, text in enumerate(blocks):
+        (tmp_path / f"{number}.yaml").write_text(text)
+        maps.append(load_boundary_map(str(tmp_path / f"{number}.yaml")))
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+    model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**sizes, pad_token_id=0))  # type: ignore[arg-type]
+    modules = {path: type(module).__name__ for path, module in model.named_modules()}
+    plan = resolve(maps[1], HOST, modules, level=2)
+    assert plan.unresolved == ()
+    assert {source.split for source in plan.sources if source.boundary == "layers.1.attn.k"} == {
+        ("layers.1.attn.q", "layers.1.attn.k", "layers.1.attn.v")
+    }
+    assert [path for path, _ in [*model.named_parameters(), *model.named_buffers()] if plan.name_weights(path) is None] == []
 
 
 def record(family: str, plan: Plan) -> list[tuple[Source, torch.Tensor]]:

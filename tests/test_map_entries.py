@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import msgspec
 import pytest
 
-from tracer.record.map_entries import Binding, BoundaryEntry, BoundaryMap, HostBindings, layout_axes
+from tracer.record.map_entries import Binding, BoundaryEntry, BoundaryMap, HostBindings, WeightEntry, layout_axes
 
 
 @pytest.mark.parametrize(
@@ -41,3 +44,13 @@ def test_digest_is_of_the_content() -> None:
     one = BoundaryMap(family="f", file="a.yaml", boundaries={"embedding": BoundaryEntry(level=0)}, hosts={})
     assert one.digest() == msgspec.structs.replace(one, file="elsewhere/b.yaml").digest()
     assert one.digest() != msgspec.structs.replace(one, boundaries={"embedding": BoundaryEntry(level=1)}).digest()
+
+
+def test_the_reference_lists_every_key() -> None:
+    """The tables of the reference page hold exactly the keys of each struct."""
+    page = (Path(__file__).resolve().parent.parent / "docs/reference/boundary-maps.md").read_text()
+    for section, struct in (("Boundaries", BoundaryEntry), ("Hosts", HostBindings), ("Bindings", Binding), ("Weights", WeightEntry)):
+        table = page.split(f"\n## {section}\n")[1].split("\n## ")[0]
+        listed = re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)
+        assert set(listed) == {field.encode_name for field in msgspec.structs.fields(struct)}, section
+        assert len(listed) == len(set(listed))

@@ -27,14 +27,15 @@ class Source:
     ``boundary``: full name, ``layers.3.attn.q``. ``module``: path as ``Host.modules()`` names it, "" is the root.
     ``tap``: function tap of the host instead of a module hook; ``leaf`` is then the tap's name for the tensor.
     ``leaf``: ``output``, ``output[1]``, ``output.logits``, ``input[0]``, ``kwargs.hidden_states``. ``[i]`` indexes
-    tuples and lists, never a tensor; ``.name`` is an attribute or a key. ``a|b`` is the first of them that exists.
+    tuples and lists, and leaves a bare tensor as it is; ``.name`` is an attribute or a key. ``a|b`` is the first of them
+    that is a tensor.
     ``layout``: one name or ``(a b)`` group per dimension, ``1`` for an empty one. Row axes are b, s, t and e, in the
     order written; all others are columns, in the order written. A row axis grouped with columns, ``(t h) d``, has as
     many rows as the forward. ``sizes``: sizes of axes the map states; a leaf that contradicts them is refused.
     ``broadcast``: row axis that may have size 1 and then stands for every index (position ids shared by a batch).
     ``part``, ``parts``: the leaf is column slice ``part`` of ``parts`` slices of the boundary (gate, then up).
-    ``split``, ``shares``: the leaf is these boundaries side by side, with columns in these proportions (empty:
-    ``Host.local_columns`` knows them); this source takes the slice of ``boundary``.
+    ``split``, ``shares``: the leaf is these boundaries side by side, with columns as
+    ``Host.local_columns`` says, else in these proportions, else equal; this source takes the slice of ``boundary``.
     ``add``: a leaf added to this one, in the leaf's own dtype (deferred residual); None there means nothing to add.
     ``canonical_by``: ids boundary (perhaps this one) of the same module call whose ascending order, row by row,
     reorders this boundary's columns. ``select``: columns ``start:stop`` of the leaf, taken first.
