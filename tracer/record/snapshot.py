@@ -213,7 +213,8 @@ class Layout:
             fits = size == product if not open_groups else product > 0 and size % product == 0
             if not fits:
                 told = [f"{axis}={self._sizes[axis]}" for group in groups for axis in group if axis in self._sizes]
-                raise self._unfit(boundary, leaf.shape, f"{' '.join(told) or f'a multiple of {product}'} in dimension {place}")
+                otherwise = f"a multiple of {product}" if open_groups else f"size {product}"
+                raise self._unfit(boundary, leaf.shape, f"{' '.join(told) or otherwise} in dimension {place}")
             if len(groups) > 1:
                 if open_groups:
                     known[open_groups[0]] *= size // product
