@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 
 from tracer.hosts import find_host
 from tracer.record.boundaries import Source
 from tracer.record.host import Forward, SkippedForward
 from tracer.record.tokens import SequenceRegistry
 
-__all__ = ["HostDriver", "cache_argument"]
+__all__ = ["HostDriver", "cache_argument", "dynamic_cache"]
 
 
 @dataclass
@@ -64,13 +65,13 @@ class HostDriver:
 
     def given(self, name: str, number: int = -1) -> list[Any]:
         """Derived input ``input.<name>`` of a forward."""
-        return self.forward(number).inputs[f"input.{name}"].tolist()
+        return list(self.forward(number).inputs[f"input.{name}"].tolist())
 
     def ids(self, label: str) -> list[int]:
         """Known token ids of a sequence, from its first known position on."""
         index = next(n for n in range(len(self.registry)) if self.registry[n].label == label)
         known = self.registry._known[index]
-        return known.id_T[known.known_T].tolist()
+        return [int(token) for token in known.id_T[known.known_T]]
 
     def labels(self) -> list[str]:
         return [self.registry[n].label for n in range(len(self.registry))]
@@ -79,3 +80,8 @@ class HostDriver:
 def cache_argument(model: Any) -> str:
     """How this version of the library calls the cache."""
     return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+
+
+def dynamic_cache(model: Any) -> Any:
+    """An empty cache that grows, as this model's layers want it."""
+    return transformers.DynamicCache(config=model.config)

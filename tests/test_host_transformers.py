@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
-from tests.host_driver import HostDriver, cache_argument
+from tests.host_driver import HostDriver, cache_argument, dynamic_cache
 from tests.tiny_models import class_name, make_ids, make_model
 from tracer.errors import Code, HostError, MapError
 from tracer.hosts import find_host
@@ -130,9 +129,10 @@ def test_documents_from_the_user_and_from_cu_seqlens(model: Any) -> None:
     assert [row and row[0] for row in driver.rows(1)] == ["f1.r0.d0"] * 2 + ["f1.r0.d1"] * 4 + [None] * 2
 
 
-def test_prepared_masks_are_read(model: Any) -> None:
+def test_prepared_masks_are_read() -> None:
     """A 4-D mask gives padding and documents: its diagonal and its first visible key."""
-    block = torch.block_diag(torch.ones(3, 3), torch.ones(2, 2), torch.zeros(1, 1)).tril()
+    model = make_model("qwen3", attention="sdpa")
+    block = torch.block_diag(torch.ones(3, 3), torch.ones(2, 2), torch.zeros(1, 1)).tril()  # type: ignore[no-untyped-call]
     float_mask = torch.zeros(1, 1, 6, 6).masked_fill(block == 0, torch.finfo(torch.float32).min)
     with HostDriver(model) as driver:
         for mask in (block.bool()[None, None], float_mask):
@@ -171,7 +171,7 @@ def test_call_that_fits_no_signature_is_skipped(model: Any) -> None:
 def test_requests_name_sequences_in_batch_order(model: Any) -> None:
     """Names go to new sequences in batch order, document order inside a packed row; later steps keep them."""
     name = cache_argument(model)
-    cache = transformers.DynamicCache(config=model.config)
+    cache = dynamic_cache(model)
     with HostDriver(model) as driver:
         driver.registry.name_requests(["a", "b"])
         run(model, make_ids(2, 3), **{name: cache})
@@ -187,7 +187,7 @@ def test_requests_name_sequences_in_batch_order(model: Any) -> None:
 @pytest.mark.parametrize("sizes", [[5, 1, 1, 1], [3, 4, 1], [8]])
 def test_chunks_and_steps_continue_their_sequences(model: Any, sizes: list[int]) -> None:
     """F67: the same tokens in any chunks are the same (sequence, position) rows with the same ids."""
-    ids, name, cache, start = make_ids(2, 8), cache_argument(model), transformers.DynamicCache(config=model.config), 0
+    ids, name, cache, start = make_ids(2, 8), cache_argument(model), dynamic_cache(model), 0
     with HostDriver(model) as driver:
         for size in sizes:
             run(model, ids[:, start : start + size], **{name: cache})
@@ -199,7 +199,7 @@ def test_chunks_and_steps_continue_their_sequences(model: Any, sizes: list[int])
 
 def test_shared_decode_position_is_shown(model: Any) -> None:
     """F03: a padded batch decoded with one position for all rows keeps its row positions and shows the given ones."""
-    name, cache = cache_argument(model), transformers.DynamicCache(config=model.config)
+    name, cache = cache_argument(model), dynamic_cache(model)
     call = left_padded([make_ids()[0, :6], make_ids()[1, :4]])
     mask = torch.cat([call["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
     with HostDriver(model) as driver:
@@ -212,7 +212,7 @@ def test_shared_decode_position_is_shown(model: Any) -> None:
 
 def test_padding_that_a_later_mask_uncovers_is_shown(model: Any) -> None:
     """A decode mask of ones over a left-padded cache lets the row see padding: ``visible_from`` is negative by as much."""
-    name, cache = cache_argument(model), transformers.DynamicCache(config=model.config)
+    name, cache = cache_argument(model), dynamic_cache(model)
     with HostDriver(model) as driver:
         run(model, **left_padded([make_ids()[0, :6], make_ids()[1, :4]]), **{name: cache})
         run(model, make_ids(2, 1), attention_mask=torch.ones(2, 7, dtype=torch.long), **{name: cache})
@@ -221,7 +221,7 @@ def test_padding_that_a_later_mask_uncovers_is_shown(model: Any) -> None:
 
 def test_cache_with_unseen_tokens_starts_in_the_middle(model: Any) -> None:
     """A cache filled before the trace gives sequences that start late, and a note says so once."""
-    name, cache = cache_argument(model), transformers.DynamicCache(config=model.config)
+    name, cache = cache_argument(model), dynamic_cache(model)
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
     run(model, make_ids(2, 3), attention_mask=mask[:, :3], **{name: cache})
     with HostDriver(model) as driver:
@@ -235,7 +235,7 @@ def test_cache_with_unseen_tokens_starts_in_the_middle(model: Any) -> None:
 
 def test_copied_cropped_and_reset_caches_are_followed(model: Any) -> None:
     """Copies of a prefix cache share its sequence until their tokens differ; crop goes back; reset begins anew."""
-    name, cache = cache_argument(model), transformers.DynamicCache(config=model.config)
+    name, cache = cache_argument(model), dynamic_cache(model)
     ids = make_ids(1, 8)
     with HostDriver(model) as driver:
         run(model, ids[:, :4], **{name: cache})
@@ -255,7 +255,7 @@ def test_copied_cropped_and_reset_caches_are_followed(model: Any) -> None:
 
 def test_cache_edits_move_the_sequences(model: Any) -> None:
     """Repeat, select and reorder of a cache carry the histories of its rows along; a shared prefix forks."""
-    name, cache = cache_argument(model), transformers.DynamicCache(config=model.config)
+    name, cache = cache_argument(model), dynamic_cache(model)
     with HostDriver(model) as driver:
         run(model, make_ids(2, 3), **{name: cache})
         cache.batch_repeat_interleave(2)
@@ -355,7 +355,7 @@ def test_rows_of_the_logits_are_the_kept_ones(model: Any, keep: Any) -> None:
 
 def test_rows_computed_elsewhere_are_not_declared(model: Any) -> None:
     """A row whose logits were left out once and computed another time is not declared missing."""
-    name, cache = cache_argument(model), transformers.DynamicCache(config=model.config)
+    name, cache = cache_argument(model), dynamic_cache(model)
     ids = make_ids(1, 4)
     with HostDriver(model) as driver:
         run(model, ids, logits_to_keep=1, **{name: cache})

@@ -106,7 +106,10 @@ class InputReader:
             return token_BS, None, first_visible_slots(allowed_BK, past, columns)
         if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[-1] >= slots:
             allowed = mask[:, 0, -columns:, :slots].detach()
-            allowed = allowed > torch.finfo(allowed.dtype).min / 2 if allowed.is_floating_point() else allowed != 0
+            if allowed.is_floating_point():
+                allowed = allowed > torch.finfo(allowed.dtype).min / 2
+            else:  # eager attention adds the mask to the scores, so a bool one hides nothing
+                allowed = (allowed != 0) | (self._config._attn_implementation == "eager")
             allowed = allowed.expand(batch, columns, slots)
             token_BS = _array(allowed[:, range(columns), range(past, slots)]) != 0
             windowed = getattr(self._config, "sliding_window", None) or getattr(self._config, "attention_chunk_size", None)
