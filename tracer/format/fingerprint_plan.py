@@ -132,7 +132,7 @@ class Plan:
         rows = len(storage_NC)
         if self.direct and _word_viewable(storage_NC):
             return storage_NC.view("<u4")
-        source = np.ascontiguousarray(storage_NC).view(np.uint8).reshape(rows, -1)
+        source = np.ascontiguousarray(storage_NC).view(np.uint8).reshape(rows, storage_NC.shape[1] * storage_NC.itemsize)
         packed = np.zeros((rows, self.words * WORD), np.uint8)
         for piece in self.pieces:
             packed[:, piece.offset : piece.offset + piece.stop - piece.start] = source[:, piece.start : piece.stop]
