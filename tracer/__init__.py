@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tracer.errors import TracerError
-    from tracer.read.compare import Tolerance
+    from tracer.read.floor import Tolerance
     from tracer.read.diff import diff_traces
     from tracer.read.stitch import open_trace
     from tracer.record.boundary_maps import load_boundary_map
@@ -26,7 +26,7 @@ __all__ = ["Tolerance", "TracerError", "diff_traces", "load_boundary_map", "open
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Tolerance": "tracer.read.compare",
+    "Tolerance": "tracer.read.floor",
     "TracerError": "tracer.errors",
     "diff_traces": "tracer.read.diff",
     "load_boundary_map": "tracer.record.boundary_maps",

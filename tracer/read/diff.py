@@ -1,0 +1,299 @@
+"""``diff_traces``: two traces in, everything that can be said about their difference out.
+
+1. Each side by itself: what cannot be read as a whole ends the comparison; a side that disagrees with itself comes first.
+2. Conditions, inputs, weights, then boundaries in causal order: structure before values.
+3. Causal roots: what differs although everything it is computed from is equal.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tracer.read.absences import absent_boundary, missing_rows, token_findings
+from tracer.read.causes import Graph, find_causes, merge_catalogues
+from tracer.read.conditions import differing_conditions, leads
+from tracer.read.divergence import Candidate, Scene, boundary_findings, find_candidates, first_bitwise
+from tracer.read.findings import (
+    BoundaryOutcome,
+    BoundaryResult,
+    Counts,
+    DiffResult,
+    Finding,
+    FindingCode,
+    Kind,
+    Place,
+    Side,
+    SideSummary,
+    Verdict,
+)
+from tracer.read.floor import SELF, Floors, Tolerance, TraceLike, measure_floors
+from tracer.read.logical import LogicalTrace
+from tracer.read.outcomes import Judged, cells_of, compare_all, judge, result_of
+from tracer.read.own_checks import covered, first_noise, sided
+from tracer.read.pairing import pair_sides
+from tracer.read.stitch import open_trace
+from tracer.read.verdict import NOISE, Facts, classification, headline, next_step
+from tracer.read.weight_diff import compare_weights, weight_findings
+from tracer.read.wording import count
+
+__all__ = ["Progress", "diff_traces", "summarize"]
+
+Progress = Callable[[str, int, int], None]
+"""``progress(what, done, total)``: called now and then during long work."""
+
+
+def diff_traces(
+    a: TraceLike,
+    b: TraceLike,
+    *,
+    floor_a: TraceLike | Iterable[TraceLike] = (),
+    floor_b: TraceLike | Iterable[TraceLike] = (),
+    floor: TraceLike | Iterable[TraceLike] = (),
+    tolerance: Tolerance | None = None,
+    progress: Progress | None = None,
+) -> DiffResult:
+    """Compare two traces and find the first place where they part.
+
+    ``a``, ``b``: trace folders, or what ``open_trace`` returned. ``floor_a``, ``floor_b``: further traces of the same side,
+    whose differences from it are its noise; ``floor``: the same, for the side with that host, mesh and weights, or ``"self"``
+    for each side's own siblings and repeats. ``tolerance``: a stated limit. Nothing on disk is changed.
+
+    Raises ``UsageError`` (not-a-trace, bad-argument) and ``TraceFormatError`` for what cannot be read at all; everything
+    else, incomplete sides included, is in the result.
+    """
+    side_a, side_b = _opened(a, "A", progress), _opened(b, "B", progress)
+    findings = [*sided(side_a, Side.A), *sided(side_b, Side.B)]
+    if any(finding.kind is Kind.UNREADABLE for finding in findings):
+        return _unreadable(side_a, side_b, findings)
+    named = _several(floor)
+    floors = measure_floors(
+        side_a,
+        side_b,
+        floor_a=[_opened(path, "floor", progress) for path in _several(floor_a)],
+        floor_b=[_opened(path, "floor", progress) for path in _several(floor_b)],
+        floor=[_opened(path, "floor", progress) for path in named if path != SELF],
+        own=SELF in [path for path in named if isinstance(path, str)],
+        tolerance=tolerance,
+    )
+    return _Comparing(side_a, side_b, floors, progress).result(findings)
+
+
+def _opened(trace: TraceLike, role: str, progress: Progress | None) -> LogicalTrace:
+    if isinstance(trace, LogicalTrace):
+        return trace
+    if progress is not None:
+        progress(f"reading {role}", 0, 1)
+    return open_trace(trace)
+
+
+def _several(value: TraceLike | Iterable[TraceLike]) -> list[TraceLike]:
+    if isinstance(value, str | os.PathLike | LogicalTrace):
+        return [value]
+    return list(value)
+
+
+def summarize(trace: LogicalTrace) -> SideSummary:
+    """A side in a few words."""
+    if not trace.manifests:
+        return SideSummary(path=trace.path, sequences=len(trace.sequences), tokens=len(trace.tokens))
+    manifest = trace.manifest
+    sizes = {axis.name: axis.size for shard in trace.manifests for axis in shard.mesh if axis.size > 1}
+    return SideSummary(
+        path=trace.path,
+        run_id=manifest.run_id,
+        host=manifest.host,
+        root_class=manifest.map.root_class,
+        world_size=manifest.world_size,
+        mesh=" ".join(f"{name}={size}" for name, size in sizes.items()),
+        level=manifest.level,
+        sequences=len(trace.sequences),
+        tokens=len(trace.tokens),
+    )
+
+
+def _unreadable(a: LogicalTrace, b: LogicalTrace, findings: Sequence[Finding]) -> DiffResult:
+    """No value verdict: what is left being equal does not help."""
+    torn = [finding for finding in findings if finding.kind is Kind.UNREADABLE]
+    sides = sorted({finding.side.value.upper() for finding in torn})
+    who = f"side {sides[0]} cannot be read as a whole" if len(sides) == 1 else "both sides cannot be read as a whole"
+    where = f"{torn[0].boundary}: " if torn[0].boundary else ""
+    remedy = next((finding.remedy for finding in torn if finding.remedy), "")
+    step = remedy[0].upper() + remedy[1:] if remedy else f"Record {' and '.join(sides)} again"
+    return DiffResult(
+        exit=Verdict.COULD_NOT_TELL.exit_code,
+        verdict=Verdict.COULD_NOT_TELL,
+        headline=f"Could not tell: {who}: {where}{torn[0].text}"
+        + (f" (and {count(len(torn) - 1, 'more finding')})" if len(torn) > 1 else ""),
+        next_step=step,
+        findings=tuple(findings),
+        counts=Counts(tokens_a=len(a.tokens), tokens_b=len(b.tokens), skipped=_skipped(a, b)),
+        a=summarize(a),
+        b=summarize(b),
+    )
+
+
+def _skipped(a: LogicalTrace, b: LogicalTrace) -> dict[str, int]:
+    skipped: dict[str, int] = {}
+    for side, trace in (("a", a), ("b", b)):
+        for manifest in trace.manifests:
+            for entry in manifest.counts.skipped:
+                skipped[f"{side}: {entry.reason}"] = skipped.get(f"{side}: {entry.reason}", 0) + entry.rows
+    return skipped
+
+
+class _Comparing:
+    """One comparison of two readable sides."""
+
+    def __init__(self, a: LogicalTrace, b: LogicalTrace, floors: Floors, progress: Progress | None) -> None:
+        self.a, self.b, self.floors = a, b, floors
+        self.catalogue = merge_catalogues(a.catalogue, b.catalogue)
+        self.pairing = pair_sides(a, b)
+        self.judged = self._judge_all(progress)
+        weights = compare_weights(a, b, self.catalogue)
+        differing = [name for name, judged in self.judged.items() if name.startswith("input.") and judged.above_D.any()]
+        graph = Graph.of(self.catalogue, differing)
+        cells = {name: cell for name, judged in self.judged.items() if (cell := cells_of(judged, len(a.tokens))) is not None}
+        causes = find_causes(graph, cells, a.tokens, [weight.name for weight in weights.differing])
+        self.conditions = differing_conditions(a, b)
+        self.scene = Scene(a, self.pairing, weights, graph, self.judged, causes, leads(self.conditions))
+
+    def _judge_all(self, progress: Progress | None) -> dict[str, Judged]:
+        comparisons = compare_all(self.a, self.b, self.pairing, [boundary.name for boundary in self.catalogue])
+        judged: dict[str, Judged] = {}
+        chosen_K: npt.NDArray[np.bool_] | None = None
+        for done, info in enumerate(self.catalogue):
+            comparison = comparisons.get(info.name)
+            if comparison is None:
+                continue
+            if progress is not None:
+                progress("comparing", done, len(self.catalogue))
+            found = judge(comparison, self.floors, comparisons.get(info.scores))
+            found = missing_rows(found, self.a, self.b, self.pairing, chosen_K)
+            if info.discrete and found.above_D.any():
+                chosen_K = np.zeros(len(self.a.tokens), np.bool_) if chosen_K is None else chosen_K
+                chosen_K[comparison.token_R[found.above]] = True
+            judged[info.name] = found
+        return judged
+
+    def result(self, findings: Sequence[Finding]) -> DiffResult:
+        """Put everything together. ``findings``: of each side by itself."""
+        scene = self.scene
+        own = [self._covered(finding) for finding in findings]
+        noise, noise_at = first_noise(own, NOISE, self.catalogue)
+        candidates = find_candidates(scene)
+        results, about = self._boundaries(own, candidates, noise_at)
+        everything = [*own, *token_findings(self.a, self.b, self.pairing), *weight_findings(scene.weights, self.a, self.b), *about]
+        verdict = self._verdict(everything)
+        earliest = candidates[0] if candidates else None
+        first = earliest.place if earliest is not None else None
+        if noise is not None:
+            first = Place(boundary=noise.boundary, request=noise.request, position=noise.position, side=noise.side, ranks=noise.ranks)
+        if verdict is not Verdict.DIFFERENT:
+            first = None
+        facts = Facts(
+            a=self.a,
+            b=self.b,
+            verdict=verdict,
+            floors=self.floors,
+            pairing=self.pairing,
+            weights=scene.weights,
+            results=results,
+            findings=everything,
+            roots=[candidate.root for candidate in candidates if candidate.root is not None and candidate.order < noise_at],
+            leads=scene.leads,
+            first=first,
+            first_bitwise=first_bitwise(scene) if self.floors.given else first,
+            order=earliest.order if earliest is not None else -1.0,
+            weight=earliest is not None and earliest.weight and noise is None,
+            noise=noise,
+        )
+        return DiffResult(
+            exit=verdict.exit_code,
+            verdict=verdict,
+            headline=headline(facts),
+            first=first,
+            first_bitwise=facts.first_bitwise,
+            classification=classification(facts),
+            next_step=next_step(facts),
+            roots=tuple(facts.roots),
+            findings=tuple(everything),
+            boundaries=tuple(results),
+            counts=self._counts(results),
+            conditions=self.conditions,
+            a=summarize(self.a),
+            b=summarize(self.b),
+        )
+
+    def _covered(self, finding: Finding) -> Finding:
+        judged = self.judged.get(finding.boundary)
+        own = self.a if finding.side is Side.A else self.b
+        return covered(finding, own, self.floors, None if judged is None else judged.comparison)
+
+    def _verdict(self, findings: Sequence[Finding]) -> Verdict:
+        kinds = {finding.kind for finding in findings}
+        if not self.pairing.matched or not any(len(judged.comparison) for judged in self.judged.values()):
+            return Verdict.COULD_NOT_TELL
+        if Kind.DIFFERENCE in kinds:
+            return Verdict.DIFFERENT
+        return Verdict.COULD_NOT_TELL if Kind.ABSENCE in kinds else Verdict.SAME
+
+    def _boundaries(
+        self, own: Sequence[Finding], candidates: Sequence[Candidate], noise_at: float
+    ) -> tuple[list[BoundaryResult], list[Finding]]:
+        """Every boundary of the catalogue, and findings about them: dtypes of all first, then in causal order. What a side's
+        own findings name already is not said again."""
+        said = {(finding.code, finding.boundary) for finding in own if finding.kind is Kind.ABSENCE}
+        silent = {side: {finding.boundary for finding in own if finding.side is side and finding.kind is Kind.ABSENCE} for side in Side}
+        found = boundary_findings(self.scene, candidates, noise_at)
+        causes = self.scene.causes
+        results: list[BoundaryResult] = []
+        findings: list[Finding] = []
+        for info in self.catalogue:
+            judged = self.judged.get(info.name)
+            if judged is None:
+                result, absence = absent_boundary(info, self.a, self.b, silent)
+                results.append(result)
+                findings += [absence] if absence is not None else []
+                continue
+            healed_at = causes.healed.get(info.name, "")
+            root = info.name in causes.cells and bool(causes.cells[info.name].root_K.any()) and info.name not in causes.harmless
+            results.append(result_of(judged, self.a, self.floors, root=root, healed_at=healed_at))
+            findings += [finding for finding in found.get(info.name, ()) if (finding.code, info.name) not in said]
+        findings.sort(key=lambda finding: finding.code is not FindingCode.DTYPE_DIFFERS)
+        return results, findings
+
+    def _counts(self, results: Sequence[BoundaryResult]) -> Counts:
+        pairing, judged, weights = self.pairing, self.judged.values(), self.scene.weights
+        compared = [result for result in results if result.rows_compared]
+        not_computed = {
+            f"{side}: {reason}": len(tokens)
+            for side, declared in (("b", pairing.declared_a), ("a", pairing.declared_b))
+            for reason, tokens in declared.items()
+        }
+        for found in judged:
+            for finding in found.findings:
+                if finding.code is FindingCode.ROWS_NOT_COMPUTED:
+                    key = f"{finding.side.value}: {finding.text.partition(': ')[2]}"
+                    not_computed[key] = max(not_computed.get(key, 0), finding.rows)
+        return Counts(
+            tokens_a=int(np.count_nonzero(pairing.fed_a)),
+            tokens_b=int(np.count_nonzero(pairing.fed_b)),
+            tokens_matched=pairing.matched,
+            rows_compared=sum(result.rows_compared for result in results),
+            rows_differing=sum(result.rows_differing for result in results),
+            rows_only_a=sum(len(found.comparison.only_a) for found in judged),
+            rows_only_b=sum(len(found.comparison.only_b) for found in judged),
+            boundaries_compared=len(compared),
+            boundaries_identical=sum(result.outcome is BoundaryOutcome.IDENTICAL for result in compared),
+            boundaries_differing=sum(result.rows_above_floor > 0 for result in compared),
+            boundaries_missing=sum(result.outcome is BoundaryOutcome.MISSING for result in results),
+            weights_compared=weights.compared,
+            weights_differing=len(weights.differing),
+            weights_unknown=len(weights.unknown),
+            not_computed=not_computed,
+            skipped=_skipped(self.a, self.b),
+        )

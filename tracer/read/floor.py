@@ -1,0 +1,221 @@
+"""How much a difference may be: floors measured on a side against itself, and stated tolerances.
+
+``floor(b)`` is the largest row distance of all floor pairs at boundary ``b``; a row is above it if its distance is
+more than twice that (one sketch is good to about 35 % of the square). A floor of zero leaves no room: any other
+digest is above it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tracer.errors import Code, UsageError
+from tracer.read.compare import SKETCH_RESOLUTION, Comparison, Method, compare_boundary
+from tracer.read.findings import Kind
+from tracer.read.logical import LogicalTrace
+from tracer.read.pairing import pair_sides
+
+__all__ = ["SELF", "Floors", "Tolerance", "TraceLike", "measure_floors", "parse_tolerance"]
+
+SELF = "self"
+"""``floor="self"``: each side's own siblings and repeats are its floor."""
+
+TraceLike: TypeAlias = "str | os.PathLike[str] | LogicalTrace"
+
+
+class Tolerance(msgspec.Struct, frozen=True):
+    """A stated limit, in place of a measured floor.
+
+    ``relative``: largest row distance that passes, as in ``Distance``. ``ulps``: needs dumps. ``per_boundary``:
+    relative limits by boundary name or glob (``layers.*.attn.core``), the first match wins over ``relative``.
+    Raises ``UsageError`` (bad-argument) on numbers that are negative or not finite.
+    """
+
+    relative: float = 0.0
+    ulps: int = 0
+    per_boundary: dict[str, float] = {}
+
+    def __post_init__(self) -> None:
+        for name, value in (("relative", self.relative), ("ulps", self.ulps), *self.per_boundary.items()):
+            if not math.isfinite(value) or value < 0:
+                raise UsageError(Code.BAD_ARGUMENT, "a tolerance must be a finite number, 0 or more", where=name, found=str(value))
+
+    def at(self, boundary: str) -> float:
+        """Relative limit at one boundary."""
+        if boundary in self.per_boundary:
+            return self.per_boundary[boundary]
+        return next((limit for glob, limit in self.per_boundary.items() if fnmatch.fnmatchcase(boundary, glob)), self.relative)
+
+
+def parse_tolerance(text: str) -> Tolerance:
+    """A tolerance as the command line writes it: ``relative=1e-3``, ``relative=1e-3,layers.*.attn.core=1e-2``.
+
+    Raises ``UsageError`` (bad-argument).
+    """
+    numbers: dict[str, float] = {}
+    for part in text.split(","):
+        name, sign, value = part.strip().rpartition("=")
+        try:
+            numbers[name.strip()] = float(value)
+        except ValueError:
+            sign = ""
+        if not sign or not name.strip():
+            raise UsageError(
+                Code.BAD_ARGUMENT, "unreadable tolerance", expected="relative=NUMBER, or BOUNDARY=NUMBER, separated by commas", found=part
+            )
+    relative, ulps = numbers.pop("relative", 0.0), numbers.pop("ulps", 0.0)
+    if ulps != int(ulps):
+        raise UsageError(Code.BAD_ARGUMENT, "a tolerance in ulps must be a whole number", found=str(ulps))
+    return Tolerance(relative, int(ulps), numbers)
+
+
+@dataclass(frozen=True)
+class Floors:
+    """What rows are held against. ``by_boundary``: measured floors; a boundary that is not in it has none.
+    ``own``: siblings and repeats of each side are part of the floor."""
+
+    by_boundary: Mapping[str, float] = field(default_factory=dict)
+    tolerance: Tolerance | None = None
+    measured: bool = False
+    own: bool = False
+
+    @property
+    def given(self) -> bool:
+        """Whether any floor or tolerance was given."""
+        return self.measured or self.tolerance is not None
+
+    def stated(self, boundary: str) -> float | None:
+        """The floor to print, None where none was given."""
+        return self.by_boundary.get(boundary) if self.measured else None
+
+    def limit(self, boundary: str) -> float:
+        """Largest distance that passes at a boundary; 0 where any difference is above."""
+        tolerated = self.tolerance.at(boundary) if self.tolerance is not None else 0.0
+        return max(2 * self.by_boundary.get(boundary, 0.0), tolerated)
+
+    def covers_noise(self, boundary: str, noise: float | None) -> bool:
+        """Whether siblings or repeats that disagree at a boundary are within what was given."""
+        return self.own or (self.given and noise is not None and 0 < self.limit(boundary) >= noise)
+
+    def above(self, comparison: Comparison) -> npt.NDArray[np.bool_]:
+        """Which differing pairs are above floor and tolerance, bool (D,). Inputs always are, and so are rows with
+        another number of non-finite values or an undefined distance; choices are, unless the floor pairs differ there too."""
+        name, count = comparison.name, len(comparison.differing)
+        if not count or not self.given or name.startswith("input."):
+            return np.ones(count, np.bool_)
+        limit = self.limit(name) if comparison.values is None else 2 * self.by_boundary.get(name, 0.0)
+        if comparison.method is Method.SKETCH:
+            limit = max(limit, SKETCH_RESOLUTION)
+        if limit == 0:
+            return np.ones(count, np.bool_)
+        return ~(comparison.distance_D <= limit) | comparison.nonfinite_differs_D
+
+
+def measure_floors(
+    a: LogicalTrace,
+    b: LogicalTrace,
+    *,
+    floor_a: Iterable[LogicalTrace] = (),
+    floor_b: Iterable[LogicalTrace] = (),
+    floor: Iterable[LogicalTrace] = (),
+    own: bool = False,
+    tolerance: Tolerance | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Floors:
+    """Measure what was given as floor. Floor traces are of one side: the same host and weights.
+
+    Raises ``UsageError`` (bad-argument): a tolerance in ulps (dumps are needed), a floor trace of another side or for
+    both, one that is incomplete or shares no token with its side.
+    """
+    if tolerance is not None and tolerance.ulps:
+        raise UsageError(
+            Code.BAD_ARGUMENT, "a tolerance in ulps needs the raw values of the rows", expected="dumps on both sides",
+            found="fingerprints only", remedy="use relative=, or a floor trace",
+        )  # fmt: skip
+    pairs = [(a, trace, "--floor-a") for trace in floor_a] + [(b, trace, "--floor-b") for trace in floor_b]
+    pairs += [(_side_of(trace, a, b), trace, "--floor") for trace in floor]
+    by_boundary: dict[str, float] = {}
+    for side, trace, option in pairs:
+        _check_side(side, trace, option)
+        if progress is not None:
+            progress(f"floor {trace.path}")
+        for name, distance in _pair_distances(side, trace):
+            by_boundary[name] = max(by_boundary.get(name, 0.0), distance)
+    if own:
+        for side in (a, b):
+            for name, boundary in side.boundaries.items():
+                noise = side.noise.get(name, 0.0)
+                if math.isnan(noise):  # rows that keep no sketch: "another value" counts as 1, see Comparison.distance_D
+                    noise = 1.0 if boundary.load_statistics() is None else 0.0
+                by_boundary[name] = max(by_boundary.get(name, 0.0), noise)
+    return Floors(by_boundary, tolerance, measured=bool(pairs) or own, own=own)
+
+
+def _pair_distances(side: LogicalTrace, trace: LogicalTrace) -> Iterable[tuple[str, float]]:
+    """Largest distance per boundary of one floor pair."""
+    pairing = pair_sides(side, trace)
+    if not pairing.matched:
+        raise UsageError(
+            Code.BAD_ARGUMENT, "a floor trace shares no token with its side", where=trace.path, expected=f"the requests of {side.path}",
+            found="0 tokens in common", remedy="record the floor with the same token ids",
+        )  # fmt: skip
+    for name, boundary in side.boundaries.items():
+        other = trace.boundaries.get(name)
+        if other is None:
+            continue
+        comparison = compare_boundary(boundary, other, pairing.tokens)
+        if comparison.method is Method.NONE or not len(comparison):
+            continue
+        distance = comparison.distance_D
+        distance = distance[np.isfinite(distance)]
+        yield name, float(distance.max()) if len(distance) else 0.0
+
+
+def _identity(trace: LogicalTrace) -> tuple[object, ...]:
+    mesh = sorted({(axis.name, axis.size) for manifest in trace.manifests for axis in manifest.mesh})
+    return trace.manifest.host, trace.manifest.world_size, tuple(mesh)
+
+
+def _same_weights(x: LogicalTrace, y: LogicalTrace) -> bool:
+    """No weight that both know differs."""
+    return all(
+        x.weights[name].unknown or y.weights[name].unknown or x.weights[name].digest == y.weights[name].digest
+        for name in x.weights.keys() & y.weights.keys()
+    )
+
+
+def _side_of(trace: LogicalTrace, a: LogicalTrace, b: LogicalTrace) -> LogicalTrace:
+    """The side with the same host, mesh and weights."""
+    fits = [side for side in (a, b) if _identity(side) == _identity(trace) and _same_weights(side, trace)]
+    if len(fits) == 1:
+        return fits[0]
+    raise UsageError(
+        Code.BAD_ARGUMENT,
+        "a floor trace fits both sides" if fits else "a floor trace fits neither side",
+        where=trace.path,
+        expected="the host, mesh and weights of exactly one side",
+        found=f"host {trace.manifest.host}, {trace.manifest.world_size} process(es)",
+        remedy="say which: --floor-a or --floor-b" if fits else "record the floor with the program of one side",
+    )
+
+
+def _check_side(side: LogicalTrace, trace: LogicalTrace, option: str) -> None:
+    unreadable = [finding.text for finding in trace.findings if finding.kind is Kind.UNREADABLE]
+    if unreadable:
+        raise UsageError(Code.BAD_ARGUMENT, "a floor trace cannot be read as a whole", where=trace.path, found=unreadable[0])
+    if side.manifest.host != trace.manifest.host or not _same_weights(side, trace):
+        raise UsageError(
+            Code.BAD_ARGUMENT, f"{option} is no trace of that side", where=trace.path,
+            expected=f"host {side.manifest.host} with the weights of {side.path}",
+            found=f"host {trace.manifest.host}" + ("" if side.manifest.host != trace.manifest.host else " with other weights"),
+            remedy="a floor is the same program with the same weights, run again or in another layout",
+        )  # fmt: skip

@@ -1,0 +1,349 @@
+"""The one line, the class and the next step of a comparison: from what was found to what is said.
+
+Weak words where nothing strong is proven: without a floor a value difference is a "first bitwise difference".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tracer.read.conditions import Lead
+from tracer.read.findings import (
+    BoundaryOutcome,
+    BoundaryResult,
+    Class,
+    Classification,
+    Finding,
+    FindingCode,
+    Kind,
+    Place,
+    Root,
+    Side,
+    Verdict,
+)
+from tracer.read.floor import Floors
+from tracer.read.logical import LogicalTrace
+from tracer.read.pairing import Pairing
+from tracer.read.weight_diff import WeightComparison
+from tracer.read.wording import count, place_text, row_text, short
+
+__all__ = ["NOISE", "Facts", "classification", "headline", "next_step"]
+
+NOISE = frozenset(
+    {FindingCode.REPLICAS_DISAGREE, FindingCode.RECOMPUTE_DISAGREES, FindingCode.REPEATS_DISAGREE, FindingCode.SIBLINGS_DISAGREE}
+)
+"""A side that disagrees with itself."""
+
+_EARLIER_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything that was found. ``first``: where the sides part, None where they do not; ``order``: its place in the causal
+    order (a weight stands half a step before its boundary). ``weight``: ``first`` is a weight. ``noise``: the finding that a
+    side disagrees with itself, which comes before anything about the other side."""
+
+    a: LogicalTrace
+    b: LogicalTrace
+    verdict: Verdict
+    floors: Floors
+    pairing: Pairing
+    weights: WeightComparison
+    results: Sequence[BoundaryResult]
+    findings: Sequence[Finding]
+    roots: Sequence[Root]
+    leads: Sequence[Lead]
+    first: Place | None = None
+    first_bitwise: Place | None = None
+    order: float = -1.0
+    weight: bool = False
+    noise: Finding | None = None
+
+    @property
+    def root(self) -> Root | None:
+        """The earliest root, where it is what the first divergence is."""
+        return self.roots[0] if self.roots and self.first is not None and self.roots[0].place == self.first else None
+
+    def of_kind(self, kind: Kind) -> list[Finding]:
+        """Findings of one kind, in order."""
+        return [finding for finding in self.findings if finding.kind is kind]
+
+    def earlier(self) -> list[BoundaryResult]:
+        """Boundaries before the first divergence, model inputs apart."""
+        stop = max(0, int(self.order + 0.5))
+        return [result for result in self.results[:stop] if not result.name.startswith("input.")]
+
+
+# ---------------------------------------------------------------- the line
+
+
+def headline(facts: Facts) -> str:
+    """The line a tired person reads."""
+    if facts.noise is not None and facts.verdict is Verdict.DIFFERENT:
+        return _noise_line(facts.noise)
+    if facts.verdict is Verdict.DIFFERENT:
+        return _different_line(facts)
+    if facts.verdict is Verdict.SAME:
+        return _same_line(facts)
+    return _open_line(facts)
+
+
+def _side(side: Side) -> str:
+    return {Side.A: "Side A", Side.B: "Side B", Side.BOTH: "Both sides"}[side]
+
+
+def _noise_line(noise: Finding) -> str:
+    what = {
+        FindingCode.REPLICAS_DISAGREE: "replicas",
+        FindingCode.RECOMPUTE_DISAGREES: "recompute",
+        FindingCode.REPEATS_DISAGREE: "repeats",
+        FindingCode.SIBLINGS_DISAGREE: "siblings",
+    }[noise.code]
+    where = noise.boundary + (f", {row_text(noise.request, noise.position)}" if noise.position is not None else "")
+    return f"{_side(noise.side)} disagrees with itself: {what} at {where} ({noise.text})"
+
+
+def _different_line(facts: Facts) -> str:
+    first = facts.first
+    if first is None:
+        proven = facts.of_kind(Kind.DIFFERENCE)
+        return f"Different: {proven[0].boundary}: {proven[0].text}" if proven else "Different"
+    if first.boundary.startswith("input."):
+        root = facts.root
+        return f"First divergence: {place_text(first)}" + (f" ({root.text})" if root is not None and root.text else "")
+    result = next((result for result in facts.results if result.name == first.boundary), None)
+    if facts.weight:
+        parts = [facts.weights.summary(), *_earlier_parts(facts)]
+        return f"First divergence: weight {first.boundary} ({', '.join(parts)})"
+    parts = _earlier_parts(facts)
+    root = facts.root
+    if root is not None and root.between:
+        parts.insert(0, f"between {_names(root.between)} and here: what lies between was not compared")
+    if root is not None and root.klass is Class.DISCRETE and root.text:
+        parts.insert(0, root.text)
+    elif (result is not None and result.outcome is BoundaryOutcome.HEALS) or (root is None and result is not None and result.text):
+        parts.insert(0, result.text)
+    strong = facts.floors.given or (root is not None and root.klass is not Class.UNLOCALIZED)
+    lead = "First divergence" if strong else "First bitwise difference"
+    if first.position is None and result is not None and result.dtype_a != result.dtype_b:
+        lead = "First divergence: another dtype at"
+        return f"{lead} {first.boundary} ({', '.join(parts)})"
+    return f"{lead}: {place_text(first)} ({', '.join(parts)})"
+
+
+def _names(names: Sequence[str]) -> str:
+    shown = list(names[:_EARLIER_NAMED])
+    return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")
+
+
+def _earlier_parts(facts: Facts) -> list[str]:
+    """What is known about everything before the first divergence."""
+    earlier = facts.earlier()
+    gone = [result for result in earlier if result.outcome in (BoundaryOutcome.MISSING, BoundaryOutcome.INCOMPARABLE)]
+    compared = [result for result in earlier if result.rows_compared]
+    parts = []
+    if gone:
+        what = "missing" if gone[0].outcome is BoundaryOutcome.MISSING else "incomparable"
+        parts.append(f"the first divergence may be earlier: {_names([result.name for result in gone])} {what}")
+    unseen = [result for result in earlier if result.outcome is BoundaryOutcome.NOT_RECORDED]
+    by_sketch = [result for result in compared if result.outcome is BoundaryOutcome.BY_SKETCH]
+    within = [result for result in compared if result.outcome is BoundaryOutcome.WITHIN_FLOOR]
+    if not compared:
+        parts.append("nothing before it was compared")
+    else:
+        which = f"all {count(len(compared), 'earlier boundary')} recorded on both sides are" if unseen or gone else "all earlier boundaries"
+        parts.append(f"{which} {'identical or within floor' if within else 'identical'}")
+    if by_sketch:
+        parts.append(f"{len(by_sketch)} of them only by sketch")
+    return parts + _inputs_and_weights(facts)
+
+
+def _inputs_and_weights(facts: Facts) -> list[str]:
+    inputs = [result for result in facts.results if result.name.startswith("input.") and result.rows_compared]
+    equal_inputs = bool(inputs) and all(result.outcome is BoundaryOutcome.IDENTICAL for result in inputs) and not facts.pairing.partings
+    weights = facts.weights
+    if facts.weight:
+        return ["inputs identical"] if equal_inputs else ["inputs not recorded"] if not inputs else []
+    earlier = [weight for weight in weights.differing if weight.at - 0.5 <= facts.order]
+    equal_weights = weights.compared > 0 and not weights.unknown and not weights.missing and not earlier
+    if equal_inputs and equal_weights:
+        return ["inputs and weights identical" if not weights.differing else "inputs and the weights up to here identical"]
+    parts = ["inputs identical"] if equal_inputs else [] if inputs else ["inputs not recorded"]
+    if not weights.compared:
+        parts.append("weights not recorded")
+    elif equal_weights:
+        parts.append("weights identical")
+    elif not earlier:
+        parts.append(f"weights identical as far as known ({count(len(weights.unknown) + len(weights.missing), 'weight')} not)")
+    return parts
+
+
+def _rows_total(facts: Facts) -> tuple[int, int]:
+    """Tokens compared, and tokens of both sides together."""
+    pairing = facts.pairing
+    declared = sum(len(tokens) for side in (pairing.declared_a, pairing.declared_b) for tokens in side.values())
+    alone = len(pairing.only_a) + len(pairing.only_b)
+    return pairing.matched, pairing.matched + declared + alone
+
+
+def _same_line(facts: Facts) -> str:
+    matched, total = _rows_total(facts)
+    boundaries = [result for result in facts.results if result.rows_compared]
+    within = [result for result in boundaries if result.outcome is BoundaryOutcome.WITHIN_FLOOR]
+    by_sketch = [result for result in boundaries if result.outcome is BoundaryOutcome.BY_SKETCH]
+    notes = declared_notes(facts)
+    line = f"Same on {matched} of {total} rows" if matched < total else f"Same: {count(matched, 'row')}"
+    line += f" at {count(len(boundaries), 'boundary')}"
+    if within and facts.first_bitwise is not None:
+        line += f", within the given {'floor' if facts.floors.measured else 'tolerance'} from {within[0].name} on"
+    elif not by_sketch:
+        line += ", all identical"
+    if by_sketch:
+        line += f", {len(by_sketch)} of them by sketch"
+    return line + "".join(f"; {note}" for note in notes)
+
+
+def declared_notes(facts: Facts) -> list[str]:
+    """``3 never computed by B: last sampled token``, once per side and reason; rows of single boundaries named with them."""
+    pairing = facts.pairing
+    notes = [
+        f"{len(tokens)} never computed by {lacking}: {reason}"
+        for lacking, declared in (("B", pairing.declared_a), ("A", pairing.declared_b))
+        for reason, tokens in declared.items()
+    ]
+    said: dict[str, list[Finding]] = {}
+    for finding in facts.findings:
+        if finding.code is FindingCode.ROWS_NOT_COMPUTED and finding.boundary:
+            said.setdefault(finding.text, []).append(finding)
+    for text, findings in said.items():
+        names = [finding.boundary for finding in findings]
+        notes.append(f"at {_names(names)}: {text}")
+    return notes
+
+
+def _open_line(facts: Facts) -> str:
+    absent = facts.of_kind(Kind.ABSENCE)
+    line = "Could not tell"
+    if not absent:
+        return line
+    first = absent[0]
+    where = f"{first.boundary}: " if first.boundary and first.boundary not in first.text else ""
+    line += f": {where}{first.text}"
+    if len(absent) > 1:
+        line += f" (and {count(len(absent) - 1, 'more finding')} of this kind)"
+    compared = [result for result in facts.results if result.rows_compared]
+    if compared and all(result.outcome is BoundaryOutcome.IDENTICAL for result in compared):
+        line += "; everything compared is identical"
+    elif compared and not any(result.rows_above_floor for result in compared):
+        line += "; nothing compared is proven different"
+    return line
+
+
+# ---------------------------------------------------------------- the class
+
+
+def classification(facts: Facts) -> Classification | None:
+    """The class of the earliest root with what carries it; None where nothing differs."""
+    if facts.verdict is not Verdict.DIFFERENT:
+        return None
+    step = next_step(facts)
+    if facts.noise is not None:
+        leads = [lead for lead in facts.leads if lead.klass is not None]
+        klass = next((lead.klass for lead in leads if lead.klass is not None), Class.UNLOCALIZED)
+        return Classification(
+            klass=klass,
+            evidence=(_noise_line(facts.noise), *(lead.text for lead in facts.leads)),
+            not_proven=("anything about the other side: this side is not reproducible here",),
+            next_step=step,
+        )
+    root = facts.root
+    klass = root.klass if root is not None else Class.UNLOCALIZED
+    evidence, not_proven = [], []
+    if facts.weight:
+        evidence.append(facts.weights.summary())
+    if root is not None and root.text:
+        evidence.append(root.text)
+    if root is not None and root.distance is not None and root.distance.largest is not None:
+        size = "below the sketch's resolution" if root.distance.below_resolution else f"up to {short(root.distance.largest)}"
+        evidence.append(f"relative distance {size}, {root.rows} of {root.rows_compared} rows ({root.tokens})")
+    evidence += [lead.text for lead in facts.leads]
+    if klass is Class.UNLOCALIZED:
+        if not facts.floors.given:
+            not_proven.append("that this is more than noise: no floor was given")
+        if root is not None and root.between:
+            not_proven.append(f"which boundary between {_names(root.between)} and {root.place.boundary} is the first")
+        if not facts.weights.compared:
+            not_proven.append("that the weights are equal: they were not recorded on both sides")
+        not_proven.append("whether it is an error or rounding")
+    if klass is Class.WEIGHT and any(lead.name == "quantization" for lead in facts.leads):
+        not_proven.append("that the quantization is as designed")
+    if any(result.outcome in (BoundaryOutcome.MISSING, BoundaryOutcome.INCOMPARABLE) for result in facts.earlier()):
+        not_proven.append("that this is the first: boundaries before it are missing")
+    return Classification(klass=klass, evidence=tuple(evidence), not_proven=tuple(not_proven), next_step=step)
+
+
+def next_step(facts: Facts) -> str:
+    """Exactly one thing to do now."""
+    if facts.verdict is Verdict.SAME:
+        return ""
+    if facts.verdict is Verdict.COULD_NOT_TELL:
+        absent = facts.of_kind(Kind.ABSENCE)
+        if not absent:
+            return "Record both sides again"
+        return _absence_step(facts, absent[0])
+    if facts.noise is not None:
+        return _noise_step(facts, facts.noise)
+    root = facts.root
+    klass = root.klass if root is not None else Class.UNLOCALIZED
+    if klass is Class.INPUT:
+        if facts.first is not None and facts.first.boundary.startswith("input."):
+            return f"Feed both sides the same {_input_words(facts.first.boundary)}, then trace again"
+        return "Put both sides in the same mode (eval, no dropout), then trace again"
+    if klass is Class.WEIGHT:
+        return f"Run: tracer weights {facts.a.path} {facts.b.path}; then load the same weights on both sides and trace again"
+    if klass is Class.DISCRETE:
+        return "Pin the routing: give both sides the same ids, then trace again; what comes later in these tokens follows from the choice"
+    if root is not None and root.between and min(_level(facts.a), _level(facts.b)) < 2:
+        return f"Trace both sides at level=2, to see what lies between {_names(root.between)} and {root.place.boundary}"
+    if not facts.floors.given:
+        again = f"tracer diff {facts.a.path} {facts.b.path} --floor-a SECOND"
+        return f"Trace side A a second time, then: {again}, to see whether this is above its own noise"
+    where = facts.first.boundary if facts.first is not None else "the boundary"
+    return f"Compare how the two sides compute {where}: everything it is computed from is equal"
+
+
+def _level(trace: LogicalTrace) -> int:
+    return trace.manifest.level
+
+
+def _input_words(boundary: str) -> str:
+    return {"input.ids": "token ids", "input.positions": "positions", "input.visible_from": "attention mask or document boundaries"}.get(
+        boundary, boundary
+    )
+
+
+def _noise_step(facts: Facts, noise: Finding) -> str:
+    path = facts.b.path if noise.side is Side.B else facts.a.path
+    if noise.remedy:
+        return noise.remedy[0].upper() + noise.remedy[1:]
+    if noise.code in (FindingCode.REPEATS_DISAGREE, FindingCode.SIBLINGS_DISAGREE):
+        return f"Make this side reproducible (tracer siblings {path}), or take its noise as the floor: --floor self"
+    return f"Find out why the two places of {noise.boundary} differ before comparing with the other side"
+
+
+def _absence_step(facts: Facts, absence: Finding) -> str:
+    if absence.remedy:
+        return absence.remedy[0].upper() + absence.remedy[1:]
+    side = {Side.A: "side A", Side.B: "side B", Side.BOTH: "both sides"}[absence.side]
+    match absence.code:
+        case FindingCode.NOTHING_COMPARED:
+            return "Feed both sides the same token ids, or name the sequences with t.requests([...])"
+        case FindingCode.ROWS_UNMATCHED:
+            return f"Find out why {side} has no such rows, or declare them never computed with a reason"
+        case FindingCode.BOUNDARY_MISSING | FindingCode.VACUOUS:
+            return f"Find out why {absence.boundary} was not recorded on {side}: tracer show lists its executions"
+        case FindingCode.WIDTH_DIFFERS:
+            return f"Say in the boundary map how wide {absence.boundary} is, or which columns to select"
+        case _:
+            return f"Record {side} again"
