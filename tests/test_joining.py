@@ -11,9 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.shard_records import Rank, values
-from tracer.read.joining import Cell, Roll, Rows, Track, clashes, gather, make_join
+from tracer.read.gathering import clashes, gather
+from tracer.read.joining import make_join
 from tracer.read.load import load_trace
 from tracer.read.spans import cover
+from tracer.read.tracks import Cell, Roll, Rows, Track
 
 EXPERT_BITS = 2
 WIDTH = 8

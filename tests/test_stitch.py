@@ -355,6 +355,7 @@ def test_micro_batches_are_one_boundary_and_shared_layers_have_one_per_use(tmp_p
     assert_holds(trace.boundaries[OUT], whole)
     assert_holds(trace.boundaries[f"{OUT}#2"], again)
     assert trace.boundaries[f"{OUT}#2"].info.inputs == (OUT,)
+    assert [trace.boundaries[name].executions for name in (Q, OUT, f"{OUT}#2")] == [2, 1, 1]
     assert trace.findings == ()
 
 

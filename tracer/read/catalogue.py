@@ -156,7 +156,11 @@ def with_later_uses(catalogue: Sequence[Boundary], uses: Mapping[str, Iterable[i
     """The catalogue with boundaries of their own for modules that run several times on the same rows (shared layers).
 
     ``uses``: boundary -> further uses (2, 3 ...). All second uses come after the last boundary that has one, then the third.
+    Executions of boundaries with several uses are set to 0: the manifests count them together.
     """
+    catalogue = [
+        msgspec.structs.replace(boundary, executions=0, recomputed=0) if uses.get(boundary.name) else boundary for boundary in catalogue
+    ]
     result = list(catalogue)
     for use in sorted({use for numbers in uses.values() for use in numbers}):
         again = [boundary for boundary in catalogue if use in uses.get(boundary.name, ())]

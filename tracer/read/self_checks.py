@@ -18,10 +18,12 @@ from tracer.format.fingerprint import row_distance
 from tracer.format.schema import Boundary, BoundaryStatus, Manifest, Sequence
 from tracer.read.catalogue import ranks_text
 from tracer.read.findings import Finding, FindingCode, Kind
-from tracer.read.joining import Clash, Fault, Join, Track
+from tracer.read.gathering import Clash
+from tracer.read.joining import Fault, Join, take
 from tracer.read.logical import Statistics
 from tracer.read.spans import Spans, span_text
 from tracer.read.token_table import Places
+from tracer.read.tracks import Track
 
 __all__ = ["Scene", "check_copies", "check_faults", "check_partial", "check_recompute", "check_seen_again"]
 
@@ -248,7 +250,7 @@ def check_seen_again(
         return [], None
     wrong_A = np.zeros(len(join.again_A), np.bool_)
     for digest_M2 in digests:
-        wrong_A |= (digest_M2[join.again_A] != digest_M2[join.first_A]).any(axis=1)
+        wrong_A |= (take(digest_M2, join.again_A) != take(digest_M2, join.first_A)).any(axis=1)
     if not wrong_A.any():
         return [], None
     wrong = np.flatnonzero(wrong_A)

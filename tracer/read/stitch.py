@@ -24,13 +24,15 @@ from tracer.format.schema import Block, Boundary, Manifest, RowScope
 from tracer.format.store_read import Segment, Shard
 from tracer.read.catalogue import later_use, merge_catalogue, vacuous_findings, with_later_uses
 from tracer.read.findings import Finding, FindingCode, Kind
+from tracer.read.gathering import clashes, gather
 from tracer.read.joined_weights import join_weights, weight_rows_loader
-from tracer.read.joining import Cell, Join, Rows, Track, clashes, gather, make_join, take
-from tracer.read.load import TraceFiles, load_trace
+from tracer.read.joining import Join, make_join, take
+from tracer.read.load import Progress, TraceFiles, load_trace
 from tracer.read.logical import LogicalBoundary, LogicalTrace, PartialPart, Statistics
 from tracer.read.self_checks import Scene, check_copies, check_faults, check_partial, check_recompute, check_seen_again
 from tracer.read.spans import Spans, normal_spans
 from tracer.read.token_table import Places, Tokens, build_tokens, declared_keys, gather_ids, lay_out_places
+from tracer.read.tracks import Cell, Rows, Track
 
 __all__ = ["open_trace", "stitch"]
 
@@ -40,9 +42,9 @@ U64 = npt.NDArray[np.uint64]
 _FORWARD_BITS = 20
 
 
-def open_trace(path: str | os.PathLike[str]) -> LogicalTrace:
-    """Read and stitch a trace directory. Raises what ``load_trace`` and ``stitch`` raise."""
-    return stitch(load_trace(path))
+def open_trace(path: str | os.PathLike[str], *, progress: Progress | None = None) -> LogicalTrace:
+    """Read and stitch a trace directory, every checksum verified. Raises what ``load_trace`` and ``stitch`` raise."""
+    return stitch(load_trace(path, progress=progress))
 
 
 def stitch(files: TraceFiles) -> LogicalTrace:
@@ -189,15 +191,13 @@ class _Joiner:
         width = filled[0].block.width if filled else max((entry.block.width for entry in recorded), default=0)
         dtype = _joined_dtype([entry.block for entry in filled or recorded])
         info = msgspec.structs.replace(info, executions=executions, recomputed=recomputed, dtype=dtype, width=width)
-        axes = {(entry.block.partial, size) for entry in filled if (size := _axis(entry)[1]) > 1} | {
-            ("", 1) for entry in filled if _axis(entry)[1] == 1
-        }
-        if len(axes) > 1:
+        sizes = {_axis(entry)[1:] for entry in filled}
+        if len(sizes) > 1:
             self._findings.append(_mixed_declarations(info, filled))
             return None
-        axis, coordinates = next(iter(axes), ("", 1))
+        axis, coordinates = next(iter(sizes), ("", 1))
         tracks, again = (
-            self._tracks([entry for entry in filled if entry.block.recompute == recompute], width, following, partial=bool(axis))
+            self._tracks([entry for entry in filled if entry.block.recompute == recompute], width, following)
             for recompute in (False, True)
         )
         if not tracks:
@@ -276,11 +276,11 @@ class _Joiner:
         )
         return [entry for entry in recorded if entry.block.width == width]
 
-    def _tracks(self, recorded: Iterable[_Recorded], width: int, following: bool, *, partial: bool) -> list[Track]:
+    def _tracks(self, recorded: Iterable[_Recorded], width: int, following: bool) -> list[Track]:
         """Tracks by cell, then rank."""
         pieces: dict[tuple[Cell, int], list[tuple[Segment, Block]]] = {}
         for entry in recorded:
-            cell = Cell(_axis(entry)[0] if partial else 0, normal_spans(entry.block.spans, width))
+            cell = Cell(_axis(entry)[0], normal_spans(entry.block.spans, width))
             pieces.setdefault((cell, entry.manifest.rank), []).append((entry.segment, entry.block))
         return [
             Track(rank, cell, tuple(parts), self._rows.roll(parts, following))
@@ -294,13 +294,13 @@ class _Joiner:
         return self._joins[key]
 
 
-def _axis(entry: _Recorded) -> tuple[int, int]:
-    """This process's coordinate on the axis its partial sums go over, and the axis's size; (0, 1) for whole values."""
+def _axis(entry: _Recorded) -> tuple[int, str, int]:
+    """This process's coordinate on the axis its partial sums go over, the axis and its size; 0, "", 1 for whole values."""
     if not entry.block.partial:
-        return 0, 1
+        return 0, "", 1
     for axis in entry.manifest.mesh:
         if axis.name == entry.block.partial:
-            return (axis.index, axis.size) if axis.size > 1 else (0, 1)
+            return (axis.index, axis.name, axis.size) if axis.size > 1 else (0, "", 1)
     raise TraceFormatError(
         Code.MANIFEST_INVALID,
         f"{entry.block.boundary} holds partial sums over an axis that the mesh lacks",
@@ -356,10 +356,10 @@ def _kept(statistics: Statistics | None, join: Join) -> Statistics | None:
     if statistics is None or join.kept_R is None:
         return statistics
     return Statistics(
-        statistics.sketch_R16[join.kept_R],
-        statistics.sum_squares_R[join.kept_R],
-        statistics.abs_max_R[join.kept_R],
-        statistics.nonfinite_R[join.kept_R],
+        take(statistics.sketch_R16, join.kept_R),
+        take(statistics.sum_squares_R, join.kept_R),
+        take(statistics.abs_max_R, join.kept_R),
+        take(statistics.nonfinite_R, join.kept_R),
     )
 
 

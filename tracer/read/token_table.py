@@ -135,8 +135,11 @@ def lay_out_places(shards: Sequence[Shard]) -> tuple[Places, list[Finding]]:
                         Code.SEGMENT_INVALID, f"{segment.path.name} holds a position that no sequence has", where=str(segment.path),
                         expected=f"0 .. {_MOST_TOKENS - 1}", found=f"{position_R.min()} .. {position_R.max()}",
                     )
-                np.minimum.at(low_S, own_S[sequence_R], position_R)
-                np.maximum.at(high_S, own_S[sequence_R], position_R + np.int64(2))  # one more: a row may speak of the next token
+                runs = np.flatnonzero(np.diff(sequence_R, prepend=-1))  # few, unless every row is of another sequence than the one before
+                sequence_of_run = own_S[sequence_R[runs]]
+                np.minimum.at(low_S, sequence_of_run, np.minimum.reduceat(position_R, runs))
+                last_of_run = np.maximum.reduceat(position_R, runs)
+                np.maximum.at(high_S, sequence_of_run, last_of_run + np.int64(2))  # one more, as a row may speak of the next token
             if len(segment.rows_expert):
                 most_experts = max(most_experts, int(segment.rows_expert.max()) + 1)
     low_S = np.minimum(low_S, high_S)
