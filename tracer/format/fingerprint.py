@@ -1,9 +1,7 @@
 """Fingerprints of rows: digest, sketch and statistics that add up over column slices.
 
-The definition is in ``docs/explanation/fingerprints.md``; this is its numpy form, and everything a reader does
-with fingerprints. ``tracer.record.fingerprint_tensors`` takes them from tensors on any device.
-
-The arithmetic is in ``fingerprint_kernel``.
+What they mean is in ``docs/explanation/why-fingerprints.md``. This is their numpy form and everything a reader does
+with them; the arithmetic is in ``fingerprint_kernel``. ``tracer.record.fingerprint_tensors`` takes them from tensors.
 
 Shape suffixes: N rows, C columns held here; R rows of a comparison.
 """

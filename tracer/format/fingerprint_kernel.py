@@ -82,7 +82,7 @@ def digest_rows(words_NW: U32, keys_2W: U64) -> U64:
     """Both lanes of every row, uint64 (N, 2)."""
     rows, words = words_NW.shape
     digest_N2 = np.zeros((rows, LANES), np.uint64)
-    high, wide = max(1, _TILE_ITEMS // max(1, words)), min(words, _TILE_ITEMS)
+    high, wide = max(1, _TILE_ITEMS // max(1, words)), max(1, min(words, _TILE_ITEMS))
     for start in range(0, rows, high):
         for first in range(0, words, wide):
             tile_RT = words_NW[start : start + high, first : first + wide]
@@ -133,7 +133,7 @@ def _helpers(count: int) -> ThreadPoolExecutor:
     """Helper threads of this process; a forked child starts its own."""
     pool = _pools.get(os.getpid())
     if pool is None or pool._max_workers < count:
-        pool = _pools[os.getpid()] = ThreadPoolExecutor(count, thread_name_prefix="tracer-fingerprint")
+        pool = _pools[os.getpid()] = ThreadPoolExecutor(count, thread_name_prefix="fingerprint-rows")
     return pool
 
 
@@ -220,10 +220,12 @@ def _statistics_tile(values_RT: F32, projection_T16: F32) -> tuple[F32, F64, F32
 
 
 def _sum_squares(values_RT: F32) -> F64:
-    wide_RT = _scratch.wide[: values_RT.size].view(np.float64).reshape(values_RT.shape)
+    rows, columns = values_RT.shape
+    if columns > _BLAS_VECTOR:
+        return _sum_squares(values_RT[:, :_BLAS_VECTOR]) + _sum_squares(values_RT[:, _BLAS_VECTOR:])
+    wide_RT = _scratch.wide[: rows * columns].view(np.float64).reshape(rows, columns)
     np.copyto(wide_RT, values_RT)
-    pieces = (wide_RT[:, start : start + _BLAS_VECTOR] for start in range(0, wide_RT.shape[1], _BLAS_VECTOR))
-    squares_R: F64 = sum(_row_dot(piece_RT, piece_RT) for piece_RT in pieces)
+    squares_R: F64 = _row_dot(wide_RT, wide_RT)
     return squares_R
 
 

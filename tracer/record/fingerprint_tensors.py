@@ -70,7 +70,8 @@ def _dense(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
     """The tensor's own memory as reals, without autograd or subclass behaviour, and its dtype's name."""
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
         if hasattr(tensor, "trigger_wait"):  # AsyncCollectiveTensor: only clone() and waiting finish the collective
-            tensor = tensor.clone()
+            with torch.no_grad():
+                tensor = tensor.clone()
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             raise _no_memory(tensor, type(tensor).__name__)
         with torch._C.DisableTorchFunctionSubclass():
@@ -99,10 +100,10 @@ def _no_memory(tensor: torch.Tensor, found: str) -> CaptureError:
 def fingerprint_on_device(rows_NC: torch.Tensor, *, width: int, spans: tuple[Span, ...] = ()) -> PendingFingerprints:
     """As ``fingerprint_tensor``, in torch operations on the tensor's device (the CPU too) and current stream.
 
-    Integer sums wrap around as int64, so digests are exact; sketches are elementwise products and sums, never a
-    matrix product, so autocast and TF32 cannot round them.
+    Integer sums wrap around as int64, so digests are exact. Sketches are elementwise products and sums, never a matrix
+    product, so that neither autocast nor TF32 rounds them.
     """
-    with torch.no_grad(), torch.autocast(rows_NC.device.type, enabled=False):
+    with torch.no_grad():
         reals_NC, name = _dense(rows_NC)
         info = dtype_info(name, "fingerprint_on_device")
         narrow = info.is_narrow(width)
