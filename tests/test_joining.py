@@ -15,29 +15,11 @@ from tracer.read.gathering import clashes, gather
 from tracer.read.joining import make_join
 from tracer.read.load import load_trace
 from tracer.read.spans import cover
-from tracer.read.tracks import Cell, Roll, Rows, Track
+from tracer.read.tracks import Cell, Rows, Track
 
 EXPERT_BITS = 2
 WIDTH = 8
 SLICES = [((0, 8),), ((0, 4),), ((4, 8),), ((2, 6),)]
-
-
-def test_a_roll_counts_how_often_it_saw_a_row() -> None:
-    """Rows in any order sort by code, and the n-th of a code comes n-th."""
-    roll = Roll(np.array([5, 3, 5, 4, 5, 3]))
-    code, nth = roll.sighting_N >> 20, roll.sighting_N & ((1 << 20) - 1)
-    assert code.tolist() == [3, 3, 4, 5, 5, 5]
-    assert nth.tolist() == [0, 1, 0, 0, 1, 2]
-    assert roll.order_N is not None
-    assert roll.order_N.tolist() == [1, 5, 3, 0, 2, 4]
-    assert Roll(np.array([1, 2, 9])).order_N is None
-
-
-def test_forwards_decide_where_recorded_order_does_not() -> None:
-    """Blocks of one segment are told apart by forward, so that the first execution comes first."""
-    roll = Roll(np.array([5, 5]), np.array([1, 0]))
-    assert roll.order_N is not None
-    assert roll.order_N.tolist() == [1, 0]
 
 
 tracks_drawn = st.lists(
