@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tests.trace_files import manifest
-from tracer.format.schema import Boundary, BoundaryStatus, Counts, Manifest
+from tracer.format.schema import Axis, Boundary, BoundaryStatus, Counts, Manifest
 from tracer.read.catalogue import later_use, merge_catalogue, merge_orders, vacuous_findings, with_later_uses
 from tracer.read.findings import FindingCode, Kind
 
@@ -61,6 +61,20 @@ def test_a_run_without_any_row_is_vacuous() -> None:
     """Where no process was given rows, a boundary that never ran is still a finding."""
     manifests = [_manifest(0, [Boundary(name="x", level=0, status=BoundaryStatus.VACUOUS)], rows=0)]
     assert [finding.boundary for finding in vacuous_findings(manifests, merge_catalogue(manifests, [""]))] == ["x"]
+
+
+def test_a_stage_that_never_runs_a_boundary_of_another_is_not_silent() -> None:
+    """On a pipeline the stage that executed a boundary speaks for it; a silent process of that same stage is still a finding."""
+    silent = Boundary(name="x", level=0, status=BoundaryStatus.VACUOUS, reason="0 executions")
+    lists = [Boundary(name="x", level=0, executions=1), silent, silent, silent]
+    manifests = []
+    for rank, boundary in enumerate(lists):
+        mesh = (Axis(name="pp", index=rank // 2, size=2), Axis(name="tp", index=rank % 2, size=2))
+        manifests.append(manifest(rank=rank, world_size=4, boundaries=(boundary,), mesh=mesh, counts=Counts(forwards=1, rows=1)))
+    (finding,) = vacuous_findings(manifests, merge_catalogue(manifests, [""] * 4))
+    assert finding.ranks == (1,)
+    none = vacuous_findings(manifests[1:], merge_catalogue(manifests[1:], [""] * 3))
+    assert [finding.ranks for finding in none] == [(1, 2, 3)]
 
 
 def test_later_uses_follow_the_last_of_the_use_before() -> None:

@@ -112,19 +112,24 @@ def merge_catalogue(manifests: Sequence[Manifest], scopes: Sequence[str]) -> lis
 def vacuous_findings(manifests: Sequence[Manifest], catalogue: Iterable[Boundary]) -> list[Finding]:
     """One finding per boundary that a process was to record and did not, in causal order.
 
-    A process that was given no rows at all does not count where another recorded the boundary.
+    Where others recorded the boundary, a process does not count that was given no rows at all, or whose pipeline stage never
+    executed it while another stage did: many programs build every module on every stage.
     """
-    silent: dict[str, list[tuple[int, str, bool]]] = {}
+    silent: dict[str, list[tuple[Manifest, Boundary]]] = {}
+    stages: dict[str, set[int]] = {}
     for manifest in manifests:
         for boundary in manifest.boundaries:
             if boundary.status is BoundaryStatus.VACUOUS:
-                silent.setdefault(boundary.name, []).append((manifest.rank, boundary.reason, manifest.counts.rows == 0))
+                silent.setdefault(boundary.name, []).append((manifest, boundary))
+            elif boundary.status is BoundaryStatus.RECORDED:
+                stages.setdefault(boundary.name, set()).add(_stage(manifest))
     findings = []
     for boundary in catalogue:
+        recorded_by = stages.get(boundary.name, set())
         ranks = [
-            (rank, reason)
-            for rank, reason, idle in silent.get(boundary.name, [])
-            if not (idle and boundary.status is BoundaryStatus.RECORDED)
+            (manifest.rank, own.reason)
+            for manifest, own in silent.get(boundary.name, [])
+            if not recorded_by or not (manifest.counts.rows == 0 or (own.executions == 0 and _stage(manifest) not in recorded_by))
         ]
         if ranks:
             reasons = sorted({reason or "no reason is known" for _, reason in ranks})
@@ -139,6 +144,11 @@ def vacuous_findings(manifests: Sequence[Manifest], catalogue: Iterable[Boundary
                 )
             )
     return findings
+
+
+def _stage(manifest: Manifest) -> int:
+    """Coordinate on the pipeline axis, 0 where there is none."""
+    return next((axis.index for axis in manifest.mesh if axis.name == "pp"), 0)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
