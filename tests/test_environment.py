@@ -100,6 +100,7 @@ def _timed(host: Any) -> float:
         ("PYTORCH_PASSWORD", False),
         ("NVIDIA_CREDENTIAL_FILE", False),
         ("HOME", False),
+        ("TORCHINDUCTOR_CACHE_DIR", False),
         ("MY_DATABASE", False),
     ],
 )

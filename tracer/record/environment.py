@@ -31,6 +31,8 @@ _VARIABLES = re.compile(
     r"(OMP_|MKL_|OPENBLAS_|KMP_|CUBLAS|CUDA_|CUDNN_|NVIDIA_|PYTORCH_|TORCH|TRITON_|NCCL_|GLOO_|VLLM_|SGLANG_|HIP_|HSA_|ROCM_|MIOPEN_|XLA_"
     r"|PYTHONHASHSEED\Z|FLASH_|ATTENTION|NVTE_|WORLD_SIZE\Z|LOCAL_WORLD_SIZE\Z)"
 )
+_PLACE = re.compile(r"_(DIR|PATH|HOME|FILE|PREFIX|RUN_ID)\Z")
+"""Endings of variables that say where something lies: other on every machine, and without effect on numbers."""
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|SESSION|SIGNATURE|PRIVATE|(?:\A|[_-])PAT(?:\Z|[_-])", re.IGNORECASE)
 _NOT_SECRET = re.compile(
     r"TOKENIZ|KEEP|MONKEY|KEYS?[_-]?VALUE|AUTHOR|AUTO"
@@ -74,7 +76,7 @@ def environment_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: _LOOKS_SECRET.sub(REDACTED, value)
         for name, value in sorted(environment.items())
-        if _VARIABLES.match(name) and not _names_secret(name)
+        if _VARIABLES.match(name) and not _PLACE.search(name) and not _names_secret(name)
     }
 
 
