@@ -32,6 +32,7 @@ F64 = npt.NDArray[np.float64]
 
 _TILE_ITEMS = 1 << 18
 """Columns times rows of one tile: few enough for the outer caches, enough to hide about 40 microseconds of calls."""
+_SCRATCH_ITEMS = _TILE_ITEMS
 _TILE_ROWS = 64
 _BLAS_VECTOR = 8192
 """OpenBLAS splits a dot product over threads of its own beyond 10000 items ..."""
@@ -70,9 +71,9 @@ class _Scratch(threading.local):
     """Work arrays of one thread, for one tile."""
 
     def __init__(self) -> None:
-        self.wide = np.empty(2 * _TILE_ITEMS, np.uint64)
-        self.values = np.empty(_TILE_ITEMS, np.float32)
-        self.magnitudes = np.empty(_TILE_ITEMS, np.float32)
+        self.wide = np.empty(2 * _SCRATCH_ITEMS, np.uint64)
+        self.values = np.empty(_SCRATCH_ITEMS, np.float32)
+        self.magnitudes = np.empty(_SCRATCH_ITEMS, np.float32)
 
 
 _scratch = _Scratch()

@@ -157,10 +157,10 @@ def _words(storage_RC: torch.Tensor, plan: Plan) -> torch.Tensor:
     if storage_RC.numel() == 0:
         return storage_RC.new_zeros((len(storage_RC), plan.words), dtype=torch.int32)
     if plan.direct:
-        storage_RC = storage_RC.contiguous()
-        if storage_RC.data_ptr() % 4:
-            storage_RC = storage_RC.clone()
-        return storage_RC.view(torch.int32)
+        flat = storage_RC.contiguous().reshape(-1)
+        if flat.storage_offset() * flat.element_size() % 4:
+            flat = flat.clone()
+        return flat.view(torch.int32).view(len(storage_RC), plan.words)
     packed = torch.zeros((len(storage_RC), plan.words * 4), dtype=torch.uint8, device=storage_RC.device)
     source = storage_RC.contiguous().view(torch.uint8)
     for piece in plan.pieces:
