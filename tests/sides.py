@@ -117,7 +117,6 @@ class Side:
 
     def _lay_out(self) -> None:
         keys: dict[int, int] = {}
-        keys: dict[int, int] = {}
         self.sequence: list[int] = []
         self.position: list[int] = []
         self.previous: list[int] = []

@@ -22,8 +22,9 @@ LAYERS: dict[str, set[str]] = {
     "reports": {"errors", "format", "read", "scores", "sessions"},
     "cli": {"errors", "format", "record", "hosts", "read", "scores", "sessions", "reports", "facade"},
     "facade": {"errors", "format", "record", "hosts", "read"},
+    "__main__": {"cli"},
 }
-"""Layer -> layers it may import, besides itself. ``facade`` is ``tracer/__init__``."""
+"""Layer -> layers it may import, besides itself. ``facade`` is ``tracer/__init__``, ``__main__`` is ``python -m tracer``."""
 
 DOORS = {
     ("record/capture.py", "tracer.hosts"),  # the registry that loads a host on demand; never a framework's file
@@ -43,6 +44,7 @@ PACKAGES: dict[str, set[str]] = {
     "reports": NUMERIC | {"rich"},
     "cli": NUMERIC | {"rich", "typer"},
     "facade": {"torch"},
+    "__main__": set(),
 }
 """Layer -> packages outside the standard library it may import. Reading layers have no torch in theirs."""
 

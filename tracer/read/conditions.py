@@ -12,7 +12,7 @@ from typing import Any
 from tracer.read.findings import Class
 from tracer.read.logical import LogicalTrace
 
-__all__ = ["Lead", "differing_conditions", "leads"]
+__all__ = ["Lead", "differing_conditions", "flat_conditions", "leads"]
 
 VOLATILE = frozenset(
     {
@@ -78,7 +78,7 @@ def leads(conditions: Mapping[str, Mapping[str, Any]]) -> list[Lead]:
 
 def _flat(trace: LogicalTrace) -> dict[str, Any]:
     """Conditions of all processes, nested names joined by dots, empty ones left out. Where processes differ, a text says so."""
-    flat = [dict(_leaves("", manifest.conditions)) for manifest in trace.manifests]
+    flat = [dict(flat_conditions(manifest.conditions)) for manifest in trace.manifests]
     joined = dict(flat[0])
     for name in {name for one in flat[1:] for name in one.keys() | joined.keys()}:
         values = [one.get(name) for one in flat]
@@ -87,9 +87,10 @@ def _flat(trace: LogicalTrace) -> dict[str, Any]:
     return joined
 
 
-def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+def flat_conditions(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested conditions as (dotted name, value), without what is None."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _leaves(f"{prefix}.{key}" if prefix else str(key), item)
+            yield from flat_conditions(item, f"{prefix}.{key}" if prefix else str(key))
     elif value is not None:
         yield prefix, value

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -27,23 +27,19 @@ from tracer.read.findings import (
     Kind,
     Place,
     Side,
-    SideSummary,
     Verdict,
 )
-from tracer.read.floor import SELF, Floors, Tolerance, TraceLike, measure_floors
+from tracer.read.floor import SELF, Floors, Tolerance, measure_floors
 from tracer.read.logical import LogicalTrace
+from tracer.read.opening import Progress, TraceLike, opened, summarize
 from tracer.read.outcomes import Judged, cells_of, compare_all, judge, result_of
 from tracer.read.own_checks import covered, first_noise, sided
 from tracer.read.pairing import pair_sides
-from tracer.read.stitch import open_trace
 from tracer.read.verdict import NOISE, Facts, classification, headline, next_step
 from tracer.read.weight_diff import compare_weights, weight_findings
 from tracer.read.wording import count
 
-__all__ = ["Progress", "diff_traces", "summarize"]
-
-Progress = Callable[[str, int, int], None]
-"""``progress(what, done, total)``: called now and then during long work."""
+__all__ = ["diff_traces"]
 
 
 def diff_traces(
@@ -65,7 +61,7 @@ def diff_traces(
     Raises ``UsageError`` (not-a-trace, bad-argument) and ``TraceFormatError`` for what cannot be read at all; everything
     else, incomplete sides included, is in the result.
     """
-    side_a, side_b = _opened(a, "A", progress), _opened(b, "B", progress)
+    side_a, side_b = opened(a, "A", progress), opened(b, "B", progress)
     findings = [*sided(side_a, Side.A), *sided(side_b, Side.B)]
     if any(finding.kind is Kind.UNREADABLE for finding in findings):
         return _unreadable(side_a, side_b, findings)
@@ -73,46 +69,19 @@ def diff_traces(
     floors = measure_floors(
         side_a,
         side_b,
-        floor_a=[_opened(path, "floor", progress) for path in _several(floor_a)],
-        floor_b=[_opened(path, "floor", progress) for path in _several(floor_b)],
-        floor=[_opened(path, "floor", progress) for path in named if path != SELF],
+        floor_a=[opened(path, "floor", progress) for path in _several(floor_a)],
+        floor_b=[opened(path, "floor", progress) for path in _several(floor_b)],
+        floor=[opened(path, "floor", progress) for path in named if path != SELF],
         own=SELF in [path for path in named if isinstance(path, str)],
         tolerance=tolerance,
     )
     return _Comparing(side_a, side_b, floors, progress).result(findings)
 
 
-def _opened(trace: TraceLike, role: str, progress: Progress | None) -> LogicalTrace:
-    if isinstance(trace, LogicalTrace):
-        return trace
-    if progress is not None:
-        progress(f"reading {role}", 0, 1)
-    return open_trace(trace)
-
-
 def _several(value: TraceLike | Iterable[TraceLike]) -> list[TraceLike]:
     if isinstance(value, str | os.PathLike | LogicalTrace):
         return [value]
     return list(value)
-
-
-def summarize(trace: LogicalTrace) -> SideSummary:
-    """A side in a few words."""
-    if not trace.manifests:
-        return SideSummary(path=trace.path, sequences=len(trace.sequences), tokens=len(trace.tokens))
-    manifest = trace.manifest
-    sizes = {axis.name: axis.size for shard in trace.manifests for axis in shard.mesh if axis.size > 1}
-    return SideSummary(
-        path=trace.path,
-        run_id=manifest.run_id,
-        host=manifest.host,
-        root_class=manifest.map.root_class,
-        world_size=manifest.world_size,
-        mesh=" ".join(f"{name}={size}" for name, size in sizes.items()),
-        level=manifest.level,
-        sequences=len(trace.sequences),
-        tokens=len(trace.tokens),
-    )
 
 
 def _unreadable(a: LogicalTrace, b: LogicalTrace, findings: Sequence[Finding]) -> DiffResult:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import fnmatch
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -24,12 +22,10 @@ from tracer.read.findings import Kind
 from tracer.read.logical import LogicalTrace
 from tracer.read.pairing import pair_sides
 
-__all__ = ["SELF", "Floors", "Tolerance", "TraceLike", "measure_floors", "parse_tolerance"]
+__all__ = ["SELF", "Floors", "Tolerance", "measure_floors", "parse_tolerance"]
 
 SELF = "self"
 """``floor="self"``: each side's own siblings and repeats are its floor."""
-
-TraceLike: TypeAlias = "str | os.PathLike[str] | LogicalTrace"
 
 
 class Tolerance(msgspec.Struct, frozen=True):

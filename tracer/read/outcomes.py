@@ -235,6 +235,10 @@ def cells_of(judged: Judged, tokens: int) -> Cells | None:
     if judged.above_D.any():
         differs_K = np.zeros(tokens, np.bool_)
         differs_K[comparison.token_R[judged.above]] = True
+    if comparison.method is Method.SKETCH and not comparison.dtype_differs:
+        if differs_K is None:
+            return None  # what rounding may explain is not known to be equal
+        compared_K = differs_K
     return Cells(compared_K, differs_K)
 
 

@@ -73,7 +73,7 @@ def by_sequence(trace: LogicalTrace, tokens: I64, shift: int = 0) -> str:
 
 def token_profile(trace: LogicalTrace, compared: I64, differing: I64, shift: int = 0) -> str:
     """Which tokens differ among those compared: ``all``, ``all but position 0``, ``from position 8``, ``all of s0``,
-    ``12 of 96``. Both are token indices, in any order, repeats allowed."""
+    ``s0:5``, ``12 of 96``. Both are token indices, in any order, repeats allowed."""
     compared, differing = np.unique(compared), np.unique(differing)
     if not len(differing):
         return ""
@@ -100,6 +100,8 @@ def token_profile(trace: LogicalTrace, compared: I64, differing: I64, shift: int
             return "from " + ", ".join(row_text(trace.sequences[index].name, at) for index, at in first.items())
     if not every and np.array_equal(differs, within & (position > 0)):
         return f"all but position 0{where}"
+    if len(differing) <= _NAMES_SHOWN:
+        return ", ".join(row_text(*token_name(trace, int(token), shift)) for token in differing)
     return f"{len(differing)} of {len(compared)}" + ("" if every else f" ({_names(trace, touched)})")
 
 
