@@ -7,10 +7,11 @@ and touch neither random state nor autograd. What goes wrong inside the tracer s
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -36,7 +37,7 @@ from tracer.record.recording import Recorder
 from tracer.record.run_identity import agree_on_run
 from tracer.record.tallies import reason_of
 from tracer.record.tokens import SequenceRegistry
-from tracer.record.weights import fingerprint_weights
+from tracer.record.weights import WeightSnapshot, fingerprint_weights, weights_changed
 
 __all__ = ["Trace", "TraceOptions"]
 
@@ -149,7 +150,7 @@ class Trace:
         try:
             self._set_up()
         except BaseException:
-            _remove_if_empty(self._writer.path)
+            _remove_shard(self._writer.path)
             raise
         self._entered = self._recording = True
         return self
@@ -171,17 +172,33 @@ class Trace:
 
     def _set_up(self) -> None:
         """Everything that runs while recording, in the order it is taken down again, last first."""
+        self._read_surroundings()
         with ExitStack() as stack:
             self._outbox = Outbox(self._writer)
             stack.callback(self._outbox.close)
             self._registry = SequenceRegistry(self._outbox.open_sequence, self._outbox.add_ids)
             self._recorder = Recorder(self._host, self._plan, self._registry, self._outbox, self._wanted)
             stack.callback(self._guarded, self._recorder.close)
-            self._conditions = run_conditions(self._host)
-            self._weights = fingerprint_weights(self._host, self._plan, self._weights_mode)
             self._process = os.getpid()
             self._wire(stack)
             self._stack = stack.pop_all()
+
+    def _read_surroundings(self) -> None:
+        """Run conditions and weights. What goes wrong unforeseen costs them, not the run. Raises MapError, CaptureError."""
+        self._conditions: dict[str, Any] = {}
+        self._weights = WeightSnapshot("none")
+        try:
+            self._conditions = run_conditions(self._host)
+            weights = fingerprint_weights(self._host, self._plan, self._weights_mode)
+            if weights.parts:
+                self._writer.write_weight_rows(weights.parts)
+            self._weights = replace(weights, parts=())
+        except TracerError:
+            raise
+        except Exception as error:
+            if self._options.strict:
+                raise _as_capture_error(error) from error
+            self._incomplete = f"run conditions and weights could not be read: {reason_of(error)}"
 
     def _wire(self, stack: ExitStack) -> None:
         """All hooks and taps onto the stack: the root's first before and last after every other."""
@@ -298,6 +315,12 @@ class Trace:
             text = f"no forward took the request names {', '.join(registry.unused_requests()[:8])}"
             self._notes.append(Note(code="requests-unused", text=text))
         declared = [*recorder.left_out(), *host.not_computed()]
+        weights, weights_after = self._weights.weights, "unknown"
+        try:
+            weights, weights_after = weights_changed(self._weights, host, self._plan)
+        except Exception as error:
+            self._incomplete = self._incomplete or f"the weights could not be read again: {reason_of(error)}"
+        computed_with = {boundary.name: boundary.weights for boundary in self._plan.with_weights(self._weights.names)}
         mesh = host.mesh()
         manifest = Manifest(
             format=FORMAT_VERSION,
@@ -309,10 +332,12 @@ class Trace:
             mesh=mesh.axes,
             map=self._plan.map,
             level=self._options.level,
-            boundaries=recorder.boundaries({}, declared),
+            boundaries=recorder.boundaries(computed_with, declared),
             counts=recorder.counts(),
             not_computed=tuple(declared),
             weights_mode=self._weights_mode,
+            weights=weights,
+            weights_after=weights_after,
             policies=tuple(self._policies),
             conditions={**self._conditions, "optimizer_steps": self._optimizer_steps},
             notes=(*self._notes, *registry.notes, *recorder.notes()),
@@ -384,8 +409,8 @@ def _calls_on_stack(module: torch.nn.Module) -> int:
     return count
 
 
-def _remove_if_empty(shard: Path) -> None:
-    """A shard folder that nothing was written to leaves no trace of a run that never began."""
+def _remove_shard(shard: Path) -> None:
+    """The folder of a recording that never began: it is ours, made a moment ago."""
+    shutil.rmtree(shard, ignore_errors=True)
     with suppress(OSError):
-        shard.rmdir()
         shard.parent.rmdir()
