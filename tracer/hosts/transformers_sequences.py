@@ -84,6 +84,9 @@ class _Document:
 
     def mark_logits(self, position: int, kept: BoolArray) -> None:
         end = position + len(kept)
+        if position == len(self.logits) and len(kept) == 1:
+            self.logits.append(_KEPT if kept[0] else _SKIPPED)
+            return
         self.logits.extend(bytes(max(end - len(self.logits), 0)))
         state = np.frombuffer(self.logits, np.uint8)[position:end]
         np.maximum(state, np.where(kept, _KEPT, _SKIPPED).astype(np.uint8), out=state)
@@ -162,9 +165,10 @@ class Call:
 
 @dataclass(frozen=True)
 class _Segment:
-    """Consecutive tokens of one document in one batch row of a call."""
+    """Consecutive tokens of one document in one batch row of a call. ``first``: row index of the document's position 0."""
 
     document: _Document
+    first: int
     position: int
     batch_row: int
     columns: IntArray
@@ -199,18 +203,17 @@ class SequenceTracker:
         )
         segments = self._segments(call, before, after, registry)
         sequence_BS = np.full(call.token_BS.shape, -1, np.int64)
-        position_BS = np.zeros(call.token_BS.shape, np.int64)
-        visible_BS = np.zeros(call.token_BS.shape, np.int64)
+        first_BS = np.zeros(call.token_BS.shape, np.int64)
         for segment in segments:
-            b, part = segment.batch_row, segment.columns
-            sequence_BS[b, part] = segment.document.sequence
-            position_BS[b, part] = segment.position + np.arange(len(part))
-            visible_BS[b, part] = _visible_from(call, after.real_BP[b], segment)
-        finished = self._finish(call, after, sequence_BS)
+            sequence_BS[segment.batch_row, segment.columns] = segment.document.sequence
+            first_BS[segment.batch_row, segment.columns] = segment.first
+        position_BS, visible_BS = _positions(call, after.real_BP, first_BS)
+        finished_B = self._finish(call, after)
+        finished = int((sequence_BS[finished_B] >= 0).sum())
+        sequence_BS[finished_B] = -1
         for segment in segments:
-            kept = np.flatnonzero(sequence_BS[segment.batch_row, segment.columns] >= 0)
-            if len(kept):
-                segment.document.register(registry, segment.position + int(kept[-1]) + 1)
+            if not finished_B[segment.batch_row]:
+                segment.document.register(registry, segment.position + len(segment.columns))
         self._note_sampled(call, before, after)
         skipped = {"padding": int((~call.token_BS).sum()), "after the end of a sampled sequence": finished}
         return Labelled(
@@ -283,21 +286,19 @@ class SequenceTracker:
                     row[-1] = (document, first)
             opened[b] += document.label == label
             used.add(document)
-            position = index - row[-1][1]
-            document.extend(position, len(columns), ids)
-            segments.append(_Segment(document, position, b, columns))
+            first = row[-1][1]
+            document.extend(index - first, len(columns), ids)
+            segments.append(_Segment(document, first, index - first, b, columns))
         return tuple(segments)
 
-    def _finish(self, call: Call, after: CacheHistory, sequence_BS: IntArray) -> int:
-        """Take out what ``generate`` feeds behind the end of a sequence while others of the batch go on."""
-        if not (call.generating and call.past and call.token_BS.shape[1] == 1):
-            after.finished_B[:] = False
-            return 0
-        over_B = after.finished_B & (sequence_BS[:, 0] >= 0)
-        sequence_BS[over_B] = -1
-        if call.ids_BS is not None and call.end_ids:
+    def _finish(self, call: Call, after: CacheHistory) -> BoolArray:
+        """Batch rows that ``generate`` feeds behind the end of their sequence while others go on: (B,)."""
+        sampled = call.generating and call.past > 0 and call.token_BS.shape[1] == 1
+        over_B: BoolArray = after.finished_B & sampled
+        after.finished_B = over_B.copy()
+        if sampled and call.ids_BS is not None and call.end_ids:
             after.finished_B |= np.isin(call.ids_BS[:, 0], list(call.end_ids))
-        return int(over_B.sum())
+        return over_B
 
     def _note_sampled(self, call: Call, before: CacheHistory, after: CacheHistory) -> None:
         """Keep, per document that ``generate`` is at the end of, the position of the token it samples next."""
@@ -332,8 +333,8 @@ class SequenceTracker:
 def _split(call: Call, b: int, continues: bool) -> list[tuple[bool, IntArray]]:
     """The documents of one batch row: (whether it begins here, its columns), in order. ``continues``: the cache holds one."""
     columns_T = np.flatnonzero(call.token_BS[b])
-    if not len(columns_T):
-        return []
+    if len(columns_T) < 2:
+        return [(not continues, columns_T)] if len(columns_T) else []
     starts_T = np.zeros(len(columns_T), bool)
     if call.lengths is not None and not call.past:
         starts_T = np.isin(np.arange(len(columns_T)), np.cumsum([0, *call.lengths[b]]))
@@ -341,7 +342,7 @@ def _split(call: Call, b: int, continues: bool) -> list[tuple[bool, IntArray]]:
         position_T = call.position_BS[b, columns_T]
         starts_T[1:] = (position_T[1:] < position_T[:-1]) | (position_T[1:] == 0)
         # a chunk that begins a document; one lone token at position 0 behind a prefix is a wrong position, not a document
-        starts_T[0] = position_T[0] == 0 and len(columns_T) > 1
+        starts_T[0] = position_T[0] == 0
     starts_T[0] |= not continues
     edges = [*np.flatnonzero(starts_T).tolist(), len(columns_T)]
     if edges[0] != 0:
@@ -349,21 +350,22 @@ def _split(call: Call, b: int, continues: bool) -> list[tuple[bool, IntArray]]:
     return [(bool(starts_T[a]), columns_T[a:z]) for a, z in itertools.pairwise(edges)]
 
 
-def _visible_from(call: Call, real_K: BoolArray, segment: _Segment) -> IntArray:
-    """First position of its own document that each row of a segment may attend to: negative for what lies before it, be
-    it another document or padding that no mask hides; one behind its own position where it sees nothing."""
-    count = int(real_K.sum())
-    if not count:
-        return np.zeros(len(segment.columns), np.int64)
-    index_K: IntArray = np.cumsum(real_K) - real_K
-    lead = int(np.argmax(real_K))
-    index_K[:lead] = np.arange(-lead, 0)
-    own_T = call.past + segment.columns
-    first = int(index_K[own_T[0]]) - segment.position
-    visible_T = np.full(len(own_T), lead) if call.visible_BS is None else call.visible_BS[segment.batch_row, segment.columns]
-    sees_T = visible_T <= own_T
-    visible_T = np.where(sees_T, visible_T, own_T)
-    return np.asarray(index_K[visible_T] - first + ~sees_T, np.int64)
+def _positions(call: Call, real_BK: BoolArray, first_BS: IntArray) -> tuple[IntArray, IntArray]:
+    """Position of every row in its document, and the first position it may attend to: both (B, S), 0 for padding.
+
+    ``first_BS``: row index of the document's position 0. Visible is negative for what lies before the document, be it
+    another one or padding that no mask hides, and one behind the own position where a row sees nothing."""
+    batch, slots = real_BK.shape
+    index_BK: IntArray = np.cumsum(real_BK, axis=1) - real_BK
+    lead_B1 = real_BK.argmax(axis=1)[:, None]
+    slot_BK = np.broadcast_to(np.arange(slots), (batch, slots))
+    index_BK = np.where(slot_BK < lead_B1, slot_BK - lead_B1, index_BK)
+    own_BS = slot_BK[:, call.past :]
+    visible_BS = np.broadcast_to(lead_B1, own_BS.shape) if call.visible_BS is None else call.visible_BS
+    sees_BS = visible_BS <= own_BS
+    seen_BS = np.take_along_axis(index_BK, np.where(sees_BS, visible_BS, own_BS), axis=1)
+    position_BS = np.where(call.token_BS, index_BK[:, call.past :] - first_BS, 0)
+    return position_BS, np.where(call.token_BS, seen_BS - first_BS + ~sees_BS, 0)
 
 
 def _is_prefix(shorter: _Document, longer: _Document) -> bool:
