@@ -127,14 +127,15 @@ def _block_rows(rows: int, columns: int, threads: int) -> int:
     return step - step % _BLAS_ROWS if step > _BLAS_ROWS else step
 
 
-_pools: dict[int, ThreadPoolExecutor] = {}
+_pools: dict[int, tuple[int, ThreadPoolExecutor]] = {}
 
 
 def _helpers(count: int) -> ThreadPoolExecutor:
-    """Helper threads of this process; a forked child starts its own."""
-    pool = _pools.get(os.getpid())
-    if pool is None or pool._max_workers < count:
-        pool = _pools[os.getpid()] = ThreadPoolExecutor(count, thread_name_prefix="fingerprint-rows")
+    """Helper threads of this process, ``count`` or more; a forked child starts its own."""
+    size, pool = _pools.get(os.getpid(), (0, None))
+    if pool is None or size < count:
+        pool = ThreadPoolExecutor(count, thread_name_prefix="fingerprint-rows")
+        _pools[os.getpid()] = count, pool
     return pool
 
 

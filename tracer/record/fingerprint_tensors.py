@@ -49,8 +49,8 @@ def fingerprint_tensor(rows_NC: torch.Tensor, *, width: int, spans: tuple[Span, 
     ``rows_NC``: two-dimensional, any dtype, strides and device; requires_grad, inference and asynchronous-collective
     tensors too; a DTensor must be given as its local part. ``width`` and ``spans``: as for ``fingerprint_rows``,
     counted in reals for complex dtypes.
-    Raises ``CaptureError`` (leaf-not-tensor) for what holds no dense local memory, ``UsageError`` (bad-argument) where
-    rows, width and spans do not fit.
+    Raises ``CaptureError`` (leaf-not-tensor) for what holds no dense local memory, (capture-failed) during the capture
+    of a CUDA graph; ``UsageError`` (bad-argument) where rows, width and spans do not fit.
     """
     if rows_NC.device.type != "cpu":
         return fingerprint_on_device(rows_NC, width=width, spans=spans)
@@ -103,6 +103,13 @@ def fingerprint_on_device(rows_NC: torch.Tensor, *, width: int, spans: tuple[Spa
     Integer sums wrap around as int64, so digests are exact. Sketches are elementwise products and sums, never a matrix
     product, so that neither autocast nor TF32 rounds them.
     """
+    if rows_NC.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise CaptureError(
+            Code.CAPTURE_FAILED,
+            "no fingerprint can be taken while a CUDA graph is being captured",
+            expected="an eager forward",
+            remedy="switch graphs off for the traced run",
+        )
     with torch.no_grad():
         reals_NC, name = _dense(rows_NC)
         info = dtype_info(name, "fingerprint_on_device")
@@ -203,8 +210,7 @@ def _on_its_way(whole: torch.Tensor, unpack: Callable[[AnyArray], Fingerprints])
         return PendingFingerprints(lambda: unpack(array))
     pinned = torch.empty(whole.shape, dtype=whole.dtype, device="cpu", pin_memory=True)
     pinned.copy_(whole, non_blocking=True)
-    arrived = torch.Event("cuda")
-    arrived.record()
+    arrived = torch.cuda.current_stream(whole.device).record_event()
 
     def finish() -> Fingerprints:
         arrived.synchronize()
