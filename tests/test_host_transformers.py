@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -443,3 +444,55 @@ def test_unknown_tap_is_refused(model: Any) -> None:
         find_host(model).taps([Source("x", "model.layers.0.self_attn", tap="rope")], lambda path, leaf, tensor: None),
     ):
         pass
+
+
+# ------------------------------------------------------------------------------------------------ several processes
+
+
+@pytest.fixture
+def second_of_two() -> Iterator[None]:
+    """This process as rank 1 of a process group of two that never communicates."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def shard_parameter(model: Any, axis: str, path: str, name: str) -> None:
+    """Replace a parameter by its second half, as this process of a mesh with one axis would hold it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
+    module = model.get_submodule(path)
+    half = getattr(module, name).data.chunk(2)[1]
+    setattr(module, name, torch.nn.Parameter(DTensor.from_local(half, mesh, [Shard(0)], run_check=False), requires_grad=False))
+
+
+@pytest.mark.usefixtures("second_of_two")
+def test_data_parallel_processes_have_a_scope_and_their_part_of_the_weights() -> None:
+    """In a process group every process is one data-parallel coordinate; a parameter sharded over it says which rows it holds."""
+    model = make_model("qwen3")
+    shard_parameter(model, "fsdp", "model.layers.0.mlp.up_proj", "weight")
+    host = find_host(model)
+    assert (host.mesh().rank, host.mesh().world_size) == (1, 2)
+    driver = HostDriver(model)
+    host.begin_forward((make_ids(1, 2),), {}, driver.registry)
+    assert driver.registry[0].scope == "dp=1"
+    held = {entry.parameter: entry for entry in host.parameters()}["model.layers.0.mlp.up_proj.weight"]
+    assert held.shape == (128, 64)
+    assert held.spans == (((64, 128),), ())
+    assert held.tensor is not None
+    assert torch.equal(held.tensor, make_model("qwen3").model.layers[0].mlp.up_proj.weight[64:])
+
+
+@pytest.mark.usefixtures("second_of_two")
+@pytest.mark.parametrize("axis", ["tp", "ep"])
+def test_sharded_computation_is_refused(axis: str) -> None:
+    """A parameter sharded over an axis that cuts the computation refuses the model, naming parameter and axis."""
+    model = make_model("qwen3")
+    shard_parameter(model, axis, "model.layers.0.mlp.up_proj", "weight")
+    with pytest.raises(HostError, match=rf"up_proj\.weight is sharded over {axis}=2") as caught:
+        find_host(model)
+    assert caught.value.code is Code.HOST_UNSUPPORTED
