@@ -1,0 +1,1 @@
+"""Code that plants the catalogue's faults: each builds both sides of one row."""
