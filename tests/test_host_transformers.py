@@ -334,6 +334,26 @@ def test_rows_after_the_end_of_a_sampled_sequence_are_skipped(model: Any) -> Non
     assert driver.ids("f0.r0.d0") == returned[0, :4].tolist()
 
 
+def test_generate_that_compiles_is_refused_at_once(model: Any) -> None:
+    """Where ``generate`` will decode compiled, the prefill is refused with the remedy; forced eager, every step is seen."""
+    from transformers.generation.configuration_utils import CompileConfig
+
+    settings: Any = CompileConfig(backend="eager", fullgraph=False)
+    settings._compile_all_devices = True  # compile on the CPU too
+    static = {"cache_implementation": "static", "compile_config": settings, "max_new_tokens": 3, "do_sample": False}
+    prompts = make_ids(2, 4)
+    mask = torch.ones_like(prompts)
+    with pytest.raises(HostError) as caught, HostDriver(model):
+        model.generate(prompts, attention_mask=mask, **static)
+    assert caught.value.code is Code.HOST_UNSUPPORTED
+    assert "disable_compile=True" in caught.value.remedy
+    with torch.compiler.set_stance("force_eager"), HostDriver(model) as driver:
+        model.generate(prompts, attention_mask=mask, **static)
+    assert len(driver.forwards) == 3
+    del model._compiled_call
+    torch._dynamo.reset()
+
+
 # ------------------------------------------------------------------------------------------------ logits
 
 

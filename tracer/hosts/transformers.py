@@ -123,7 +123,7 @@ class TransformersHost:
         return model_conditions(self._model, self._modules, _class_name(self._model))
 
     def compiled_reason(self, module_path: str) -> str:
-        remedy = 'run the traced call under torch.compiler.set_stance("force_eager"), or trace before compiling'
+        remedy = 'run the traced call under torch.compiler.set_stance("force_eager"), or trace the model uncompiled'
         parts = module_path.split(".") if module_path else []
         for path in [".".join(parts[:n]) for n in range(len(parts), -1, -1)]:
             module = self._modules.get(path)
@@ -132,8 +132,6 @@ class TransformersHost:
                 compiled = module._compiled_call_impl is not None or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
             if compiled:
                 return f"{path or 'the model'} is compiled: a compiled region runs only the hooks it was compiled with; {remedy}"
-        if "_compiled_call" in vars(self._model):
-            return "generate() compiled the model's call: its graph runs no hooks; pass disable_compile=True to generate()"
         return ""
 
     # one forward

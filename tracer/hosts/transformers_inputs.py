@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from tracer.errors import Code, HostError
 from tracer.format.schema import Note
 from tracer.hosts.transformers_sequences import Call, first_visible_slots
 from tracer.record.host import IntArray, Rows
@@ -173,17 +174,31 @@ class InputReader:
         return [self._model, *([self._model.base_model] if self._model.base_model is not self._model else [])]
 
     def _generation(self) -> tuple[bool, frozenset[int]]:
-        """Whether this model's ``generate`` is calling, and the ids that end its sequences."""
+        """Whether this model's ``generate`` is calling, and the ids that end its sequences.
+
+        Raises HostError (host-unsupported) where ``generate`` will run its steps compiled: no hook would hear of them."""
+        config = None
         frame = sys._getframe(1)
         while frame is not None:
             if frame.f_globals.get("__name__") == "transformers.generation.utils" and "self" in frame.f_code.co_varnames:
                 held = frame.f_locals
-                config = held.get("generation_config")
-                if held.get("self") is self._model and config is not None:
-                    ids = config.eos_token_id
-                    return True, frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+                if held.get("self") is self._model:
+                    config = config or held.get("generation_config")
+                    if hasattr(held.get("model_forward"), "_torchdynamo_orig_callable") and not _forced_eager():
+                        raise HostError(
+                            Code.HOST_UNSUPPORTED,
+                            "generate() compiled the model for its decode steps, which then run no hooks",
+                            found="a compilable cache on a device that generate() compiles for",
+                            remedy="pass disable_compile=True to generate() while tracing",
+                        )
             frame = frame.f_back  # type: ignore[assignment]
-        return False, frozenset()
+        ids = None if config is None else config.eos_token_id
+        return config is not None, frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+
+
+def _forced_eager() -> bool:
+    """Whether compiled code runs as plain Python now (``torch.compiler.set_stance("force_eager")``)."""
+    return getattr(getattr(torch._dynamo.eval_frame, "_stance", None), "stance", "") == "force_eager"
 
 
 def _positions(position_ids: Any, shape: Shape) -> tuple[IntArray, bool]:
