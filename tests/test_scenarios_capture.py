@@ -132,7 +132,8 @@ class GradLeaf(Leaf):
     def forward(self, x: Any = None) -> Any:
         self.calls += 1
         prepared = self.prepared[(self.calls - 1) % len(self.prepared)]
-        return Replay.apply(x, prepared) if prepared.is_floating_point() else prepared
+        apply: Any = Replay.apply
+        return apply(x, prepared) if prepared.is_floating_point() else prepared
 
 
 class Checkpointed(PlaybackModel):

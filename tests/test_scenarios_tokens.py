@@ -67,7 +67,7 @@ def siblings(count: int, shared: int, own: int) -> Full:
     for name, values in full.values.items():
         for row in list(values):
             if row[1] < shared and row[0] != "s0" and not full.points[name].experts:
-                values[row] = values[("s0", *row[1:])].clone()
+                values[row] = values[("s0", row[1])].clone()
     for name, point in full.points.items():
         if point.experts:
             ids = full.values[name.replace("expert_out", "topk_ids")]
@@ -100,7 +100,7 @@ def test_s61_siblings(off: bool, tmp_path: Path) -> None:
             model.leaf("layers.1.attn.out").prepared[0][3, 2].view(torch.int16)[17] += 1
 
     a = stage.play("a", full, Rank([padded(full, names)]), prepare=change)
-    rest = [[[(name, t) for t in range(4, 7)]] for name in names[1:]]
+    rest: list[Grid] = [[[(name, t) for t in range(4, 7)]] for name in names[1:]]
     b = stage.play("b", full, Rank([padded(full, ["s0"]), *rest]))
     result = tracer.diff_traces(a, b)
     if off:
