@@ -144,6 +144,8 @@ def _block(storage_RC: AnyArray, plan: Plan) -> Parts:
     rows, columns = storage_RC.shape
     if not rows or not columns:
         return Parts.zeros(rows)
+    if storage_RC.strides[1] != storage_RC.itemsize:
+        storage_RC = np.ascontiguousarray(storage_RC)
     words_RW = plan.pack(storage_RC)
     step = max(_TILE_ITEMS // rows // _BLAS_COLUMNS, 1) * _BLAS_COLUMNS
     if columns <= step and plan.direct:
