@@ -120,10 +120,10 @@ def fingerprint_parts(storage_NC: AnyArray, plan: Plan, threads: int) -> Parts:
 
 
 def _block_rows(rows: int, columns: int, threads: int) -> int:
-    """Rows of one block: about one tile, less where that lets every thread have two."""
+    """Rows of one block: about one tile, less where a thread would have none."""
     step = max(_TILE_ROWS, _TILE_ITEMS // max(columns, 1))
     if threads > 1 and rows * columns >= _TILE_ITEMS // 2:
-        step = min(step, max(-(-rows // (2 * threads)), 1))
+        step = min(step, -(-rows // threads))
     return step - step % _BLAS_ROWS if step > _BLAS_ROWS else step
 
 
