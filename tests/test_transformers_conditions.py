@@ -10,7 +10,7 @@ import torch
 
 from tests.tiny_models import FAMILIES, class_name, make_model
 from tracer.hosts import find_host
-from tracer.hosts.transformers_conditions import module_attributes
+from tracer.hosts.module_conditions import module_attributes
 
 
 @pytest.mark.parametrize("family", FAMILIES)

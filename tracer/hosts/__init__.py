@@ -17,7 +17,7 @@ from tracer.record.host import Host, Mesh
 
 __all__ = ["HOST_NAMES", "find_host"]
 
-_MODULES = {"transformers": "tracer.hosts.transformers"}
+_MODULES = {"transformers": "tracer.hosts.transformers", "megatron": "tracer.hosts.megatron"}
 
 HOST_NAMES = tuple(sorted(_MODULES))
 """Hosts that come with the package."""
@@ -52,9 +52,9 @@ def find_host(
     raise HostError(
         Code.HOST_UNKNOWN,
         f"no host claims a {type(model).__module__}.{type(model).__qualname__}",
-        expected="a transformers model (PreTrainedModel), wrapped or not",
+        expected="a transformers model (PreTrainedModel) or a megatron-core GPTModel, wrapped or not",
         found=f"{type(model).__module__}.{type(model).__qualname__}",
-        remedy="pass the transformers model itself, or host= an object that implements tracer.record.host.Host",
+        remedy="pass the model itself, or host= an object that implements tracer.record.host.Host",
     )
 
 

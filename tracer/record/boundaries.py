@@ -337,6 +337,8 @@ def _resolve_one(
                 break
             if modules[source.module] in section.elsewhere:
                 status, reason = BoundaryStatus.ELSEWHERE, f"{source.module} belongs to another pipeline stage"
+            elif modules[source.module] in section.passthrough and source.leaf.startswith("output"):
+                status, reason = BoundaryStatus.NOT_OBSERVABLE, section.passthrough[modules[source.module]]
     layer = str(place.layer.index) if place.layer else ""
     boundary = Boundary(
         name=place.name,

@@ -137,6 +137,9 @@ class HostBindings(_Strict, frozen=True, kw_only=True):
     """Group -> kind -> module path that only layers of that kind have. A layer is of exactly one kind of each group."""
     elsewhere: tuple[str, ...] = ()
     """Classes that stand in for modules of other pipeline stages."""
+    passthrough: dict[str, str] = {}
+    """Classes that return what they are given, with what became of their work: a boundary bound to the output of one cannot be
+    shown (a norm fused into the projection behind it)."""
     bindings: dict[str, Binding] = {}
     weights: dict[str, WeightEntry] = {}
     """Parameter path as the host names it (``{layer}``, ``{expert}``) -> what it is."""

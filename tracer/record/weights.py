@@ -137,7 +137,7 @@ class _Reader:
         rule = plan.name_weights(parameter.parameter)
         for name, matrix in _matrices(parameter, rule, host):
             unknown = parameter.unknown or _unreadable(matrix.tensor)
-            digest, start = (_NOT_KEPT, -1) if unknown or matrix.tensor is None else self._fingerprint(matrix.tensor, matrix)
+            digest, start = (_NOT_KEPT, -1) if unknown or matrix.tensor is None else self._fingerprint(matrix.tensor, matrix, parameter)
             yield Weight(
                 name=name,
                 parameter=parameter.parameter,
@@ -152,13 +152,14 @@ class _Reader:
                 unknown=unknown,
             )
 
-    def _fingerprint(self, tensor_RC: torch.Tensor, matrix: _Matrix) -> tuple[tuple[str, str], int]:
+    def _fingerprint(self, tensor_RC: torch.Tensor, matrix: _Matrix, parameter: HostParameter) -> tuple[tuple[str, str], int]:
         """Digest of a matrix as hex, and the first line of its rows among ``parts``."""
         key = (
             tensor_RC.data_ptr(), tensor_RC.dtype, tensor_RC.shape, tensor_RC.stride(), tensor_RC.device,
             matrix.columns, matrix.row_spans, matrix.column_spans,
         )  # fmt: skip
-        if key not in self._known or not tensor_RC.data_ptr():
+        passing = not tensor_RC.data_ptr() or not _shares_memory(tensor_RC, parameter.tensor)
+        if key not in self._known or passing:
             rows_R = _indices(matrix.row_spans, matrix.rows)
             step = max(1, _BLOCK_ITEMS // max(1, tensor_RC.shape[1]))
             blocks = [tensor_RC[start : start + step] for start in range(0, len(tensor_RC), step)]
@@ -174,8 +175,15 @@ class _Reader:
             if self._keep_rows:
                 start, self._lines = self._lines, self._lines + len(rows_R)
                 self.parts.extend(replace(part, values_NC=None) for part in taken)
-            self._known[key] = ((f"{first:016x}", f"{second:016x}"), start)
+            found = ((f"{first:016x}", f"{second:016x}"), start)
+            if passing:  # a copy, whose memory the next one may get
+                return found
+            self._known[key] = found
         return self._known[key]
+
+
+def _shares_memory(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
+    return other is not None and tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _matrices(parameter: HostParameter, rule: tuple[WeightRule, tuple[str, ...]] | None, host: Host) -> Iterator[tuple[str, _Matrix]]:
@@ -227,19 +235,37 @@ def _split(
     edges = (np.cumsum([0, *shares]) * whole // sum(shares)).tolist()
     for name, start, stop in zip(names, edges[:-1], edges[1:], strict=True):
         local, inside = _cut(spans or ((0, whole),), start, stop)
+        if not inside:
+            continue
         kept = () if not spans else inside
-        piece = None if matrix.tensor is None else matrix.tensor[:, local] if flat else matrix.tensor[local]
+        piece = None if matrix.tensor is None else _take(matrix.tensor, local, 1 if flat else 0)
         if flat:
             yield name, _Matrix(piece, 1, stop - start, (), kept)
         else:
             yield name, _Matrix(piece, stop - start, matrix.columns, kept, matrix.column_spans)
 
 
-def _cut(spans: Sequence[Span], start: int, stop: int) -> tuple[slice, tuple[Span, ...]]:
+def _cut(spans: Sequence[Span], start: int, stop: int) -> tuple[list[Span], tuple[Span, ...]]:
     """The part of ``spans`` inside ``start:stop``: where it lies locally, and its spans counted from ``start``."""
-    before = sum(max(0, min(end, start) - first) for first, end in spans)
-    inside = tuple((max(first, start) - start, min(end, stop) - start) for first, end in spans if first < stop and end > start)
-    return slice(before, before + sum(end - first for first, end in inside)), inside
+    local: list[Span] = []
+    inside: list[Span] = []
+    at = 0
+    for first, end in spans:
+        low, high = max(first, start), min(end, stop)
+        if low < high:
+            here = (at + low - first, at + high - first)
+            if local and local[-1][1] == here[0]:
+                here = (local.pop()[0], here[1])
+            local.append(here)
+            inside.append((low - start, high - start))
+        at += end - first
+    return local, tuple(inside)
+
+
+def _take(tensor: torch.Tensor, local: Sequence[Span], dim: int) -> torch.Tensor:
+    """These rows or columns; a view where they lie together, else a copy (projections interleaved per head group)."""
+    pieces = [tensor.narrow(dim, start, stop - start) for start, stop in local]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def _indices(spans: Sequence[Span], whole: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
