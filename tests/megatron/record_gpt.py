@@ -1,7 +1,9 @@
 """torchrun script: record tiny Megatron models under the layouts that its one argument, a JSON list, describes.
 
-Keys of an object: ``out``; ``gpt``: arguments of ``make_gpt``; ``weights``: of ``random_hf_weights``; ``load``: of ``load_hf``; ``lengths``:
-tokens per sequence, the same for all; ``vocabulary``; ``level``; ``weights_mode``; ``labels``: pass labels.
+Keys of an object: ``out``; ``gpt``: arguments of ``make_gpt``; ``weights``: of ``random_hf_weights``; ``load``: of ``load_hf``;
+``trace``: of ``trace``; ``vocabulary``: of the host; ``data``: data-parallel ranks whose batches one process runs, one forward
+each; ``wrap``: put Megatron's own wrapper around the model; ``train``: with gradients, and a backward pass; ``scores``: record
+log probabilities by hand, from the model's own ``loss`` or from the ``shard`` of the logits alone.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from tests.megatron.cpu_megatron import run_on_cpu
 
 run_on_cpu()
 
-from tests.megatron.tiny_gpt import load_hf, make_gpt, random_hf_weights  # noqa: E402
+from tests.megatron.tiny_gpt import HIDDEN, load_hf, make_gpt, random_hf_weights  # noqa: E402
 from tracer import trace  # noqa: E402
 from tracer.hosts.megatron import MegatronHost  # noqa: E402
 
@@ -42,13 +44,68 @@ def call(ids: torch.Tensor) -> dict[str, Any]:
 
 def record(given: dict[str, Any]) -> None:
     """One trace."""
-    model = make_gpt(**given.get("gpt", {}))
+    from megatron.core import parallel_state as groups
+
+    model: Any = make_gpt(**given.get("gpt", {}))
     load_hf(model, random_hf_weights(**given.get("weights", {})), **given.get("load", {}))
     host = MegatronHost(model, vocabulary=given["vocabulary"]) if "vocabulary" in given else None
-    options = {"level": given.get("level", 2), "weights": given.get("weights_mode", "digest")}
-    with torch.no_grad(), trace(model, host=host, out=given["out"], strict=True, **options) as recording:
-        recording.requests(["p0", "p1"])
-        model(**call(batch()))
+    if given.get("wrap"):
+        model = [wrapped(model)]
+    outer = model[0] if isinstance(model, list) else model
+    options = {"level": 2, **given.get("trace", {})}
+    with torch.set_grad_enabled(given.get("train", False)), trace(model, host=host, out=given["out"], strict=True, **options) as t:
+        for rank in given.get("data", [groups.get_data_parallel_rank()]):
+            t.requests([f"d{rank}p0", f"d{rank}p1"])
+            arguments = call(batch(rank))
+            if "scores" in given:
+                arguments["labels"] = torch.nn.functional.pad(arguments["input_ids"][:, 1:], (0, 1))
+            output = pipelined(outer, arguments)
+            if given.get("train"):
+                output.float().square().mean().backward()
+            if given.get("scores") == "shard":
+                arguments["labels"] = None
+                output = per_shard_loss(outer, batch(rank))
+            for n in range(2 if "scores" in given else 0):
+                t.record("scorer.logprobs", -output[n, :-1], sequence=f"d{rank}p{n}")
+
+
+def pipelined(model: Any, arguments: dict[str, Any]) -> Any:
+    """One forward over all pipeline stages; later ones get their input from the one before and know no ids."""
+    from megatron.core import parallel_state as groups
+
+    if not groups.is_pipeline_first_stage():
+        hidden = torch.empty(12, 2, HIDDEN)
+        dist.recv(hidden, groups.get_pipeline_model_parallel_prev_rank())
+        model.set_input_tensor(hidden)
+        arguments = {**arguments, "input_ids": None, "position_ids": None}
+    output = model(**arguments)
+    if not groups.is_pipeline_last_stage():
+        dist.send(output.contiguous(), groups.get_pipeline_model_parallel_next_rank())
+    return output
+
+
+def per_shard_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """What a scorer gets that forgets the other processes: the log softmax over its own columns, (B, S)."""
+    from megatron.core import parallel_state as groups
+
+    shard: list[torch.Tensor] = []
+    hook = model.output_layer.register_forward_hook(lambda module, args, output: shard.append(output[0].transpose(0, 1)))
+    model.forward(**call(ids))
+    hook.remove()
+    columns = shard[0].shape[-1]
+    local = torch.nn.functional.pad(ids[:, 1:], (0, 1)) - groups.get_tensor_model_parallel_rank() * columns
+    normal = torch.log_softmax(shard[0].float(), -1)
+    return -normal.gather(2, local.clamp(0, columns - 1)[..., None])[..., 0]
+
+
+def wrapped(model: Any) -> Any:
+    """Megatron's data-parallel wrapper around its mixed-precision one."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.module import Float16Module
+
+    model.config.bf16 = True
+    inner = Float16Module(model.config, model)
+    return DistributedDataParallel(model.config, DistributedDataParallelConfig(), inner)
 
 
 def main() -> None:

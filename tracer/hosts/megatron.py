@@ -171,7 +171,7 @@ class MegatronHost:
         rank, size = self._tp
         axis = dict(source.shard).get("tp", "")
         name = source.boundary.partition(".")[2].partition(".")[2] if source.boundary.startswith("layers.") else source.boundary
-        if name == "lm_head":
+        if name == "lm_head" or source.derived == "logprobs":
             start, stop = (0, self._padded) if columns == self._padded else contiguous(self._padded, rank, size)
             return Placement(self._vocabulary, ((min(start, self._vocabulary), min(stop, self._vocabulary)),))
         if not axis or axis in ROW_AXES or size == 1:
