@@ -22,24 +22,9 @@ from tests.megatron.cpu_megatron import run_on_cpu
 
 run_on_cpu()
 
-from tests.megatron.tiny_gpt import HIDDEN, load_hf, make_gpt, random_hf_weights  # noqa: E402
+from tests.megatron.tiny_gpt import HIDDEN, batch, call, load_hf, make_gpt, random_hf_weights  # noqa: E402
 from tracer import trace  # noqa: E402
 from tracer.hosts.megatron import MegatronHost  # noqa: E402
-
-
-def batch(data_rank: int = 0) -> torch.Tensor:
-    """Token ids, (2, 12)."""
-    return torch.randint(0, 200, (2, 12), generator=torch.Generator().manual_seed(11 + data_rank))
-
-
-def call(ids: torch.Tensor) -> dict[str, Any]:
-    """Keyword arguments of one forward."""
-    size = ids.shape[1]
-    return {
-        "input_ids": ids,
-        "position_ids": torch.arange(size)[None].expand(ids.shape),
-        "attention_mask": torch.triu(torch.ones(size, size, dtype=torch.bool), 1)[None, None],
-    }
 
 
 def record(given: dict[str, Any]) -> None:
@@ -52,6 +37,7 @@ def record(given: dict[str, Any]) -> None:
     if given.get("wrap"):
         model = [wrapped(model)]
     outer = model[0] if isinstance(model, list) else model
+    outer.train(given.get("train", False))
     options = {"level": 2, **given.get("trace", {})}
     with torch.set_grad_enabled(given.get("train", False)), trace(model, host=host, out=given["out"], strict=True, **options) as t:
         for rank in given.get("data", [groups.get_data_parallel_rank()]):

@@ -1,6 +1,6 @@
-"""Tiny Megatron GPT models on a mesh, random weights that are the same whatever the mesh, and weights of a transformers model.
+"""Tiny Megatron GPT models on a mesh, weights that are the same whatever the mesh, and what they are called with.
 
-Runs inside processes that called ``run_on_cpu`` and joined a process group.
+``make_gpt`` and ``load_hf`` run inside processes that called ``run_on_cpu`` and joined a process group.
 """
 
 from __future__ import annotations
@@ -10,13 +10,28 @@ from typing import Any
 
 import torch
 
-__all__ = ["HIDDEN", "LAYERS", "VOCABULARY", "load_hf", "make_gpt", "random_hf_weights"]
+__all__ = ["HIDDEN", "LAYERS", "VOCABULARY", "batch", "call", "load_hf", "make_gpt", "random_hf_weights"]
 
 HIDDEN, LAYERS, VOCABULARY = 64, 2, 256
 HEADS, SIZE, EXPERTS, TOP_K, DENSE, EXPERT_WIDTH = 4, 16, 8, 2, 128, 32
 EPSILON, ROTARY_BASE = 1e-6, 10000
 
 Weights = Mapping[str, torch.Tensor]
+
+
+def batch(data_rank: int = 0) -> torch.Tensor:
+    """Token ids, (2, 12)."""
+    return torch.randint(0, 200, (2, 12), generator=torch.Generator().manual_seed(11 + data_rank))
+
+
+def call(ids: torch.Tensor) -> dict[str, Any]:
+    """Keyword arguments of one forward."""
+    size = ids.shape[1]
+    return {
+        "input_ids": ids,
+        "position_ids": torch.arange(size)[None].expand(ids.shape),
+        "attention_mask": torch.triu(torch.ones(size, size, dtype=torch.bool), 1)[None, None],
+    }
 
 
 def make_gpt(

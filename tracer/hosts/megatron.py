@@ -165,15 +165,19 @@ class MegatronHost:
         axes = _row_axes(source.layout)
         cut = self._sequence_parallel and dict(source.shard).get("tp", "") in ROW_AXES
         rows = order.ordered(axes[0] != "b", self._tp if cut else (0, 1))
-        return rows if len(rows) == math.prod(row_shape) else None
+        if len(rows) != math.prod(row_shape):
+            return None
+        return order.none(len(rows)) if _speaks_of_logits(source) and self._only_padding() else rows
 
     def placement(self, source: Source, columns: int, leaf: torch.Tensor) -> Placement:
         rank, size = self._tp
         axis = dict(source.shard).get("tp", "")
-        name = source.boundary.partition(".")[2].partition(".")[2] if source.boundary.startswith("layers.") else source.boundary
-        if name == "lm_head" or source.derived == "logprobs":
+        if _speaks_of_logits(source):
             start, stop = (0, self._padded) if columns == self._padded else contiguous(self._padded, rank, size)
-            return Placement(self._vocabulary, ((min(start, self._vocabulary), min(stop, self._vocabulary)),))
+            if start >= self._vocabulary:  # nothing but padding: a column to name, and no rows (leaf_rows)
+                return Placement(self._vocabulary, ((0, 1),))
+            return Placement(self._vocabulary, ((start, min(stop, self._vocabulary)),))
+        name = source.boundary.split(".", 2)[-1]
         if not axis or axis in ROW_AXES or size == 1:
             return Placement(columns)
         if name in ("attn.k", "attn.v", "attn.k_norm", "attn.k_rope"):
@@ -209,6 +213,11 @@ class MegatronHost:
 
     def not_computed(self) -> Iterable[NotComputed]:
         return ()
+
+    def _only_padding(self) -> bool:
+        """Whether this process's columns of the logits all pad the vocabulary."""
+        gathered = self._tp[1] == 1 or self._model.output_layer.gather_output
+        return not gathered and contiguous(self._padded, *self._tp)[0] >= self._vocabulary
 
     def _place(self, axis: str) -> tuple[int, int]:
         found = self._mesh.axis(axis)
@@ -262,6 +271,10 @@ def _process_mesh(experts: bool) -> Mesh:
             ("etp", groups.get_expert_tensor_parallel_rank(), groups.get_expert_tensor_parallel_world_size()),
         ]
     return Mesh(rank, world, tuple(Axis(name=name, index=index, size=size) for name, index, size in places))
+
+
+def _speaks_of_logits(source: Source) -> bool:
+    return source.boundary == "lm_head" or source.derived == "logprobs"
 
 
 def _row_axes(layout: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 from tracer.hosts.module_conditions import active_dropout, count_dtypes, mode_of, module_attributes, plain
 
 __all__ = ["model_conditions"]
+
+_PART = re.compile(r"(_per_partition|_per_pipeline_rank|\.world_size|\.allreduce_dgrad|\.p(re|ost)_process|\.num_local_experts)$")
+"""Attributes that only say which part of the mesh this is; ``parallel`` tells."""
 
 
 def model_conditions(model: Any, modules: Mapping[str, torch.nn.Module], mesh: Mapping[str, int], vocabulary: int) -> dict[str, Any]:
@@ -34,7 +38,7 @@ def model_conditions(model: Any, modules: Mapping[str, torch.nn.Module], mesh: M
         "mode": mode_of(modules),
         "dropout": active_dropout(modules),
         "gradient_checkpointing": config.recompute_granularity or False,
-        "attributes": module_attributes(modules),
+        "attributes": {name: value for name, value in module_attributes(modules).items() if not _PART.search(name)},
     }
 
 

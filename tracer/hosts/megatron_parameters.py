@@ -36,7 +36,7 @@ class ParameterReader:
         for path, module in modules.items():
             for name, tensor in module._parameters.items():
                 if tensor is not None:
-                    yield self._parameter(f"{path}.{name}", tensor)
+                    yield from self._parameter(f"{path}.{name}", tensor)
             for name, tensor in module._buffers.items():
                 if tensor is not None:
                     yield HostParameter(f"{path}.{name}", tensor.detach(), tuple(tensor.shape), buffer=True)
@@ -44,17 +44,20 @@ class ParameterReader:
             if isinstance(table, torch.Tensor):  # no buffer here, but what positions are computed with
                 yield HostParameter(f"{path}.inv_freq", table.detach(), tuple(table.shape), buffer=True)
         if tied_head is not None:
-            yield self._parameter("output_layer.weight", tied_head)
+            yield from self._parameter("output_layer.weight", tied_head)
 
-    def _parameter(self, path: str, tensor: torch.Tensor) -> HostParameter:
+    def _parameter(self, path: str, tensor: torch.Tensor) -> Iterator[HostParameter]:
+        """The part of one parameter that this process holds; none where all of it pads the vocabulary."""
         held = tensor.detach()
         expert = ".experts." in path and ".shared_experts." not in path
         if expert:
             path, known = self._global_expert(path)
             if not known:
-                return HostParameter(path, None, tuple(held.shape), unknown="experts stored in one tensor, in an order of its own")
+                yield HostParameter(path, None, tuple(held.shape), unknown="experts stored in one tensor, in an order of its own")
+                return
         if type(held) is not torch.Tensor:
-            return HostParameter(path, None, tuple(held.shape), unknown=f"stored as {type(held).__name__}")
+            yield HostParameter(path, None, tuple(held.shape), unknown=f"stored as {type(held).__name__}")
+            return
         cut: int = getattr(tensor, "partition_dim", -1) if getattr(tensor, "tensor_model_parallel", False) else -1
         rank, size = self._place("etp" if expert else "tp") if cut >= 0 else (0, 1)
         shape = list(held.shape)
@@ -66,8 +69,10 @@ class ParameterReader:
             spans[0] = layout(shape[0], rank, size)
         if path.endswith(("word_embeddings.weight", "output_layer.weight")) and shape[0] > self.vocabulary:
             start, stop = (min(edge, self.vocabulary) for edge in (spans[0] or ((0, shape[0]),))[0])
+            if start == stop:
+                return
             shape[0], spans[0], held = self.vocabulary, ((start, stop),), held[: stop - start]
-        return HostParameter(path, held, tuple(shape), tuple(spans))
+        yield HostParameter(path, held, tuple(shape), tuple(spans))
 
     def _row_layout(self, path: str) -> Callable[[int, int, int], tuple[Span, ...]] | None:
         """Where local rows lie, for parameters whose memory holds several projections interleaved."""

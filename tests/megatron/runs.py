@@ -1,0 +1,82 @@
+"""Traces of tiny Megatron models under every layout, recorded once per test session by a few torchrun calls."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ONE", "TWO", "FOUR", "record_all", "torchrun"]
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = Path(__file__).resolve().parent / "record_gpt.py"
+
+_MOE: dict[str, Any] = {"gpt": {"moe": True}, "weights": {"moe": True}}
+_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+_NO_WEIGHTS = {"trace": {"weights": False}}
+
+
+def _moe(**gpt: Any) -> dict[str, Any]:
+    return {**_MOE, "gpt": {"moe": True, **gpt}}
+
+
+ONE: dict[str, dict[str, Any]] = {
+    "dense1": {},
+    "rows1": {"trace": {"weights": "rows"}},
+    "llama1": {"gpt": {"qk_norm": False}, "weights": {"qk_norm": False}},
+    "groups1": {"gpt": {"groups": 2}, "weights": {"groups": 2}},
+    "moe1": _MOE,
+    "data1": {"data": [0, 1]},
+    "moe_data1": {**_MOE, "data": [0, 1]},
+    "wrapped1": {"wrap": True},
+    "other_rotary_base": {"gpt": {"rotary_base": 50000}, **_NO_WEIGHTS},
+    "qkv_not_regrouped": {"load": {"regroup": False}, **_NO_WEIGHTS},
+    "experts_shifted": {**_MOE, "load": {"expert_offset": 1}, **_NO_WEIGHTS},
+    "softmax_first": _moe(moe_router_pre_softmax=True),
+    "recompute1": {"train": True, "gpt": _RECOMPUTE},
+}
+TWO: dict[str, dict[str, Any]] = {
+    "tp2": {"gpt": {"tp": 2}},
+    "rows_tp2": {"gpt": {"tp": 2}, "trace": {"weights": "rows"}},
+    "tp2_sp": {"gpt": {"tp": 2, "sequence_parallel": True}},
+    "llama_tp2": {"gpt": {"tp": 2, "qk_norm": False}, "weights": {"qk_norm": False}},
+    "moe_tp2": _moe(tp=2),
+    "moe_tp2_sp": _moe(tp=2, sequence_parallel=True),
+    "moe_tp2_sp_ep2": _moe(tp=2, sequence_parallel=True, ep=2),
+    "moe_allgather": _moe(tp=2, sequence_parallel=True, dispatcher="allgather"),
+    "moe_dp2_ep2": _moe(ep=2),
+    "dp2": {},
+    "pp2": {"gpt": {"pp": 2}},
+    "recompute_tp2_sp": {"train": True, "gpt": {"tp": 2, "sequence_parallel": True, **_RECOMPUTE}},
+    "padded_tp2": {"gpt": {"tp": 2, "padded_vocabulary": 320}, "vocabulary": 256},
+    "padding_only": {"gpt": {"tp": 2, "padded_vocabulary": 512}, "vocabulary": 256},
+    "scores_of_loss": {"gpt": {"tp": 2}, "scores": "loss"},
+    "scores_of_shard": {"gpt": {"tp": 2}, "scores": "shard"},
+    "qkv_not_regrouped_tp2": {"gpt": {"tp": 2}, "load": {"regroup": False}, **_NO_WEIGHTS},
+    "experts_shifted_ep2": {**_moe(tp=2, sequence_parallel=True, ep=2), "load": {"expert_offset": 1}},
+}
+FOUR: dict[str, dict[str, Any]] = {
+    "groups_tp4": {"gpt": {"groups": 2, "tp": 4}, "weights": {"groups": 2}},
+    "moe_tp2_ep2_dp2": _moe(tp=2, sequence_parallel=True, ep=2),
+}
+
+
+def torchrun(processes: int, script: Path, *arguments: str) -> str:
+    """What a script prints under torchrun, standard error included. A failure is an assertion with the end of it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), str(script), *arguments]
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, check=False, timeout=560
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+def record_all(folder: Path) -> Path:
+    """Record every case into ``folder``, under its name."""
+    for processes, cases in ((1, ONE), (2, TWO), (4, FOUR)):
+        torchrun(processes, SCRIPT, json.dumps([{**case, "out": str(folder / name)} for name, case in cases.items()]))
+    return folder
