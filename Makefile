@@ -3,8 +3,10 @@
 PYTHON ?= python3
 NEWEST := .venv
 OLDEST := .venv-oldest
+MEGATRON := .venv-megatron
 PYTEST := -m pytest -n 2 -p no:cacheprovider
 PROJECT := -e '.[transformers,dev]'
+comma := ,
 
 # A package index may be out of reach for a moment: three tries, then the error stands.
 pip = for try in 1 2 3; do \
@@ -16,16 +18,16 @@ define environment
 	$(PYTHON) -m venv $(1)
 	@echo "installing into $(1) (about a minute)"
 	@$(call pip,$(1),$(2),hatchling)
-	@$(call pip,$(1),$(2),$(PROJECT))
+	@$(call pip,$(1),$(2),$(or $(3),$(PROJECT)))
 	touch $@
 endef
 
-.PHONY: demo test lint test-newest test-oldest bench clean
+.PHONY: demo test lint test-newest test-oldest test-megatron bench clean
 
 demo: $(NEWEST)/.stamp
 	$(NEWEST)/bin/tracer demo
 
-test: lint test-newest test-oldest
+test: lint test-newest test-oldest test-megatron
 
 lint: $(NEWEST)/.stamp
 	$(NEWEST)/bin/ruff check .
@@ -33,20 +35,27 @@ lint: $(NEWEST)/.stamp
 
 # Everything, with the newest transformers.
 test-newest: $(NEWEST)/.stamp
-	OMP_NUM_THREADS=1 $(NEWEST)/bin/python $(PYTEST)
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python $(PYTEST) -m 'not megatron'
 
 # What touches a model, with the oldest transformers.
 test-oldest: $(OLDEST)/.stamp
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python $(PYTEST) -m host
 
+# Megatron-core over gloo, two and four processes. One worker: the processes are the parallelism.
+test-megatron: $(MEGATRON)/.stamp
+	OMP_NUM_THREADS=1 $(MEGATRON)/bin/python -m pytest -p no:cacheprovider -m megatron tests/megatron
+
 bench: $(NEWEST)/.stamp
 	$(NEWEST)/bin/python tools/bench_overhead.py
 
 clean:
-	rm -rf $(NEWEST) $(OLDEST) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(NEWEST) $(OLDEST) $(MEGATRON) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(NEWEST)/.stamp: pyproject.toml constraints/common.txt constraints/newest.txt
 	$(call environment,$(NEWEST),newest)
 
 $(OLDEST)/.stamp: pyproject.toml constraints/common.txt constraints/oldest.txt
 	$(call environment,$(OLDEST),oldest)
+
+$(MEGATRON)/.stamp: pyproject.toml constraints/common.txt constraints/newest.txt constraints/megatron.txt
+	$(call environment,$(MEGATRON),megatron,-e '.[transformers$(comma)megatron$(comma)dev]')
