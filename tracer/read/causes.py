@@ -275,7 +275,8 @@ def _between(graph: Graph, at: int, root_K: Mask, cells: Mapping[str, Cells], co
     if all(source in standing or graph.boundaries[source].name.startswith("input.") for source in graph.inputs[at]):
         return (), False
     between = graph.ancestors_compared(at, standing)
-    return between, not between
+    within = tuple(name for name in between if not name.startswith("input."))
+    return within or between, not between
 
 
 def _healed(graph: Graph, cells: Mapping[str, Cells], prefixes: Prefixes) -> tuple[dict[str, str], frozenset[str]]:
