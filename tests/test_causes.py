@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sides import catalogue
 from tracer.format.schema import Boundary, RowScope
 from tracer.read.causes import Causes, Cells, Graph, Prefixes, find_causes, merge_catalogues
 from tracer.read.logical import TokenTable
+
+Mask = npt.NDArray[np.bool_]
 
 
 def table(previous: list[int]) -> TokenTable:
@@ -20,13 +23,14 @@ def table(previous: list[int]) -> TokenTable:
     return TokenTable(np.arange(count).astype(np.uint64), zeros, np.arange(count), np.array(previous, np.int64), np.zeros(count, np.bool_))
 
 
-def mask(count: int, *true: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def mask(count: int, *true: int) -> Mask:
     """A mask with these tokens set."""
     found = np.zeros(count, np.bool_)
     found[list(true)] = True
     return found
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_at_or_before_follows_the_prefix_tree(data: st.DataObject) -> None:
     """For any prefix tree and mask, a token is reached exactly if it or a token of its prefix is."""
@@ -162,3 +166,51 @@ def test_what_was_not_compared_is_not_healed() -> None:
     """A reader that was not compared at the tokens in question proves nothing."""
     cells = {"x": Cells(None, mask(3, 2)), "y": Cells(mask(3, 0, 1), None), "z": Cells(None, mask(3, 2))}
     assert find_causes(chain("x", "y", "z"), cells, table([-1, 0, 1])).healed == {}
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_planted_faults_are_the_roots(data: st.DataObject) -> None:
+    """For any graph, prefix tree, faults and choice of what is recorded: with everything recorded the roots are exactly the
+    faults that no earlier fault reaches; otherwise every root has a fault at or right above it, and no fault goes unnoticed."""
+    size, count = data.draw(st.integers(2, 8)), data.draw(st.integers(1, 5))
+    inputs = [data.draw(st.sets(st.integers(0, at - 1), max_size=3)) if at else set() for at in range(size)]
+    mixes = [data.draw(st.booleans()) for _ in range(size)]
+    previous = [data.draw(st.integers(-1, at - 1)) for at in range(count)]
+    faulty = data.draw(st.sets(st.tuples(st.integers(0, size - 1), st.integers(0, count - 1)), min_size=1, max_size=4))
+    recorded = data.draw(st.sets(st.integers(0, size - 1))) | {size - 1}
+    boundaries = [
+        Boundary(name=str(at), level=0, inputs=tuple(str(source) for source in sorted(inputs[at])), mixes_tokens=mixes[at])
+        for at in range(size)
+    ]
+    prefixes = Prefixes(table(previous))
+    differs: list[Mask] = []
+    reached: list[Mask] = []
+    for at in range(size):
+        below = mask(count)
+        for source in inputs[at]:
+            below = below | differs[source]
+        reached.append(prefixes.at_or_before(below) if mixes[at] else below)
+        differs.append(reached[at] | mask(count, *(token for fault, token in faulty if fault == at)))
+
+    def search(chosen: set[int]) -> dict[str, list[int]]:
+        cells = {str(at): Cells(None, differs[at] if differs[at].any() else None) for at in chosen}
+        return roots(find_causes(Graph.of(boundaries), cells, table(previous)))
+
+    everything = search(set(range(size)))
+    assert {(int(name), token) for name, tokens in everything.items() for token in tokens} == {
+        (at, token) for at, token in faulty if not reached[at][token]
+    }
+
+    def hidden(at: int) -> set[int]:
+        """The boundary and its unrecorded ancestors, up to recorded ones."""
+        found = {at}
+        for source in inputs[at] - recorded:
+            found |= hidden(source)
+        return found
+
+    some = search(recorded)
+    for name in some:
+        assert any(fault in hidden(int(name)) for fault, _ in faulty)
+    if any(differs[at].any() for at in recorded):
+        assert some

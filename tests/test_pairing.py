@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sides import Side
@@ -30,6 +30,7 @@ def where(pairing: Pairing) -> list[tuple[str, int, int, int, int]]:
     ]
 
 
+@settings(deadline=None)
 @given(st.permutations(range(6)), st.data())
 def test_order_does_not_matter(order: list[int], data: st.DataObject) -> None:
     """The same sequences in any order and under any label match token by token."""

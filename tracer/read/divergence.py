@@ -212,7 +212,7 @@ def _value_finding(scene: Scene, info: Boundary, judged: Judged, candidate: Cand
         text += (
             "; a cause: pin the routing before looking further in these tokens" if caused else "; a consequence of an earlier difference"
         )
-    healed = scene.causes.healed.get(info.name)
+    healed = scene.causes.harmless.get(info.name) or scene.causes.healed.get(info.name)
     if healed:
         text = "; ".join(part for part in (f"equal again at {healed}", text) if part)
     first = row_text(place.request, place.position, place.expert)

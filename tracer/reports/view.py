@@ -139,7 +139,12 @@ def _class(result: DiffResult) -> list[tuple[str, str]]:
     roots = result.roots[1:] if result.roots and result.first == result.roots[0].place else result.roots
     for number, root in enumerate(roots[:_PER_CODE]):
         where = f"{root.place.boundary}" + (f", {root.place.request}:{root.place.position}" if root.place.position is not None else "")
-        lines.append(("other roots" if number == 0 else "", f"{where} ({root.klass.value}, {root.rows} rows)"))
+        lines.append(
+            (
+                "other roots" if number == 0 else "",
+                f"{where} ({root.klass.value}" + (f", {root.rows} row{'s' * (root.rows != 1)})" if root.rows else ")"),
+            )
+        )
     if len(roots) > _PER_CODE:
         lines.append(("", f"and {len(roots) - _PER_CODE} more"))
     return lines
