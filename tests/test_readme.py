@@ -122,3 +122,16 @@ def test_make_targets_of_the_readme_exist() -> None:
     assert {"demo", "test"} <= targets
     makefile = (ROOT / "Makefile").read_text()
     assert {target for target in targets if not re.search(rf"^{target}:", makefile, flags=re.MULTILINE)} == set()
+
+
+def test_every_call_of_trace_in_prose_works(folder: Path) -> None:
+    """Every ``trace(model, ...)`` that a page mentions in passing records a forward."""
+    calls = sorted({call for page in PAGES for call in re.findall(r"`(trace\(model[^`]*\))`", (ROOT / page).read_text())})
+    assert calls
+    code = "import torch; from transformers import AutoModelForCausalLM; from tracer import trace\n"
+    code += 'model = AutoModelForCausalLM.from_pretrained("my-model")\n'
+    for number, call in enumerate(calls):
+        code += f"with torch.no_grad(), {call.removesuffix(')')}, out='prose/{number}'): model(input_ids=torch.arange(20, 40)[None])\n"
+    done = run([sys.executable, "-c", code], folder)
+    assert done.returncode == 0, done.stdout
+    assert len(list((folder / "prose").glob("*/shard-00000/manifest.json"))) == len(calls)
