@@ -12,7 +12,10 @@ def indices(spans: tuple[tuple[int, int], ...]) -> list[int]:
     return [index for start, stop in spans for index in range(start, stop)]
 
 
-@pytest.mark.parametrize(("heads", "groups", "size", "tp"), [(4, 4, 16, 1), (4, 4, 16, 2), (8, 2, 4, 2), (8, 2, 4, 4), (8, 2, 4, 8), (6, 3, 2, 3)])
+@pytest.mark.parametrize(
+    ("heads", "groups", "size", "tp"),
+    [(4, 4, 16, 1), (4, 4, 16, 2), (8, 2, 4, 2), (8, 2, 4, 4), (8, 2, 4, 8), (6, 3, 2, 3)],
+)
 def test_packed_rows_are_where_packing_puts_them(heads: int, groups: int, size: int, tp: int) -> None:
     """Rows packed per key-value group and cut into equal pieces lie where the spans say, also inside a group."""
     layout = Heads(heads, groups, size)
@@ -23,7 +26,10 @@ def test_packed_rows_are_where_packing_puts_them(heads: int, groups: int, size: 
         assert indices(layout.packed_spans(rank, tp)) == held.tolist()
 
 
-@pytest.mark.parametrize(("groups", "tp", "expected"), [(4, 2, [(0, 8), (8, 16)]), (2, 4, [(0, 4), (0, 4), (4, 8), (4, 8)]), (1, 2, [(0, 4), (0, 4)])])
+@pytest.mark.parametrize(
+    ("groups", "tp", "expected"),
+    [(4, 2, [(0, 8), (8, 16)]), (2, 4, [(0, 4), (0, 4), (4, 8), (4, 8)]), (1, 2, [(0, 4), (0, 4)])],
+)
 def test_key_heads_are_shared_where_processes_outnumber_them(groups: int, tp: int, expected: list[tuple[int, int]]) -> None:
     """Every process has its own key heads, or neighbours have the same one."""
     assert [Heads(8, groups, 4).key_span(rank, tp) for rank in range(tp)] == expected
@@ -34,7 +40,7 @@ def test_gate_and_up_lie_beside_each_other(tp: int) -> None:
     """A process holds its piece of gate, then its piece of up; together they are all columns once."""
     held = [indices(gate_up(12, rank, tp)) for rank in range(tp)]
     assert held[-1][-1] == 23
-    assert sorted(sum(held, [])) == list(range(24))
+    assert sorted(index for piece in held for index in piece) == list(range(24))
     assert all(piece[: len(piece) // 2] == list(range(*contiguous(12, rank, tp))) for rank, piece in enumerate(held))
 
 

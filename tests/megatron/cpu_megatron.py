@@ -50,8 +50,8 @@ def run_on_cpu() -> None:
 
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
 
-    def norm(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **ignored: Any) -> torch.nn.Module:
-        made = torch.nn.RMSNorm(hidden_size, eps=eps)  # the wrapper refuses sequence parallelism, which a norm per token allows
+    def norm(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, **ignored: Any) -> Any:
+        made: Any = torch.nn.RMSNorm(hidden_size, eps=eps)  # the wrapper refuses sequence parallelism, which a norm per token allows
         made.weight.sequence_parallel = config.sequence_parallel
         return made
 

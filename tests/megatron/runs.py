@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ONE", "TWO", "FOUR", "record_all", "torchrun"]
+__all__ = ["FOUR", "ONE", "TWO", "record_all", "torchrun"]
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).resolve().parent / "record_gpt.py"

@@ -176,7 +176,8 @@ def load_hf(model: Any, weights: Weights, *, regroup: bool = True, expert_offset
             held[name].data.copy_(value)
 
     def padded(table: torch.Tensor) -> torch.Tensor:
-        return torch.cat([table, table.new_full((model.vocab_size - len(table), table.shape[1]), 0.25)])
+        missing = int(model.vocab_size) - len(table)
+        return torch.cat([table, table.new_full((missing, table.shape[1]), 0.25)])
 
     put("embedding.word_embeddings.weight", rows(padded(weights["model.embed_tokens.weight"])))
     put("output_layer.weight", rows(padded(weights["lm_head.weight"])))

@@ -34,12 +34,12 @@ class ParameterReader:
     def read(self, modules: Mapping[str, torch.nn.Module], tied_head: torch.Tensor | None) -> Iterator[HostParameter]:
         """Every parameter and buffer. ``tied_head``: the output layer's weight where the embedding lends it."""
         for path, module in modules.items():
-            for name, tensor in module._parameters.items():
-                if tensor is not None:
-                    yield from self._parameter(f"{path}.{name}", tensor)
-            for name, tensor in module._buffers.items():
-                if tensor is not None:
-                    yield HostParameter(f"{path}.{name}", tensor.detach(), tuple(tensor.shape), buffer=True)
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield from self._parameter(f"{path}.{name}", parameter)
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield HostParameter(f"{path}.{name}", buffer.detach(), tuple(buffer.shape), buffer=True)
             table = vars(module).get("inv_freq")
             if isinstance(table, torch.Tensor):  # no buffer here, but what positions are computed with
                 yield HostParameter(f"{path}.inv_freq", table.detach(), tuple(table.shape), buffer=True)
