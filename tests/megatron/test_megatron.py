@@ -11,7 +11,8 @@ import torch
 
 from tests.expectations import expect_same
 from tests.megatron import tiny_gpt
-from tests.megatron.runs import record_all
+from tests.megatron.runs import ROOT, record_all
+from tests.test_readme import blocks, run_console
 from tracer import diff_traces, open_trace, trace
 from tracer.format.schema import BoundaryStatus
 from tracer.read.findings import BoundaryOutcome, DiffResult, FindingCode, Kind, Side
@@ -270,3 +271,14 @@ def test_scores_over_one_shard_are_caught(runs: Path) -> None:
     scores = next(entry for entry in result.boundaries if entry.name == "scorer.logprobs")
     assert scores.distance is not None
     assert (scores.distance.largest or 0) > 0.1
+
+
+# ---------------------------------------------------------------------------------------------------- the page
+
+
+def test_the_how_to_runs(tmp_path: Path) -> None:
+    """Every command of docs/how-to/trace-megatron.md runs on its script, and prints what the page shows."""
+    page = ROOT / "docs" / "how-to" / "trace-megatron.md"
+    script, commands = blocks(page)
+    (tmp_path / "step.py").write_text(script.text)
+    run_console(commands, tmp_path, page.name)
