@@ -31,7 +31,7 @@ PACKAGES: dict[str, set[str]] = {
     "errors": set(),
     "format": NUMERIC,
     "record": NUMERIC | {"torch", "yaml", "einops"},
-    "hosts": NUMERIC | {"torch", "einops", "transformers"},
+    "hosts": NUMERIC | {"torch", "einops", "transformers", "megatron"},
     "read": NUMERIC,
     "scores": NUMERIC,
     "sessions": NUMERIC,

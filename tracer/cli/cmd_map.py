@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from pathlib import Path
 from typing import Annotated
 
@@ -64,7 +65,7 @@ def check(
     host: _Host = "",
 ) -> None:
     """Resolve a map against a model built from its config, without weights. Exit 0 if every boundary resolved, else 2."""
-    wanted = host or (HOST_NAMES[0] if name == "auto" else "")
+    wanted = host or (_building_host() if name == "auto" else "")
     found = None if name == "auto" else load_boundary_map(name)
     wanted = _host_of(found, wanted) if found else wanted
     modules = _modules(wanted, config)
@@ -74,6 +75,11 @@ def check(
     _echo_reasons(plan)
     typer.echo(plan.summary)
     raise typer.Exit(2 if plan.unresolved else 0)
+
+
+def _building_host() -> str:
+    """The first host that can build a model from a config."""
+    return next(name for name in HOST_NAMES if importlib.util.find_spec(f"tracer.hosts.{name}_config"))
 
 
 def _modules(host: str, config: Path) -> dict[str, str]:

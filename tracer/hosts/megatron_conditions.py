@@ -13,7 +13,9 @@ from tracer.hosts.module_conditions import active_dropout, count_dtypes, mode_of
 
 __all__ = ["model_conditions"]
 
-_PART = re.compile(r"(_per_partition|_per_pipeline_rank|\.world_size|\.allreduce_dgrad|\.p(re|ost)_process|\.num_local_experts|\.vocab_(start|end)_index)$")
+_PART = re.compile(
+    r"(_per_partition|_per_pipeline_rank|\.world_size|\.allreduce_dgrad|\.p(re|ost)_process|\.num_local_experts|\.vocab_(start|end)_index)$"
+)
 """Attributes that only say which part of the mesh this is; ``parallel`` tells."""
 
 
