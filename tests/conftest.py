@@ -6,8 +6,29 @@ import gc
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.playback import Full
+
+
+@pytest.fixture(scope="session")
+def full() -> Full:
+    """The scenarios' base tensors; tests change copies only."""
+    from tests.playback import Full
+
+    return Full()
+
+
+@pytest.fixture(scope="session")
+def plain(full: Full, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The scenarios' side A: one process, one right-padded forward. Never changed by a test."""
+    from tests.playback import Stage
+
+    return Stage(tmp_path_factory.mktemp("plain")).plain("a", full)
 
 
 @pytest.fixture(autouse=True)

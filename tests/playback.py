@@ -189,6 +189,11 @@ def flat(full: Full, sequences: Iterable[str]) -> Grid:
     return [[(name, t) for name in sequences for t in range(len(full.ids[name]))]]
 
 
+def batch(full: Full) -> list[Grid]:
+    """One forward of both sequences, as on the plain side."""
+    return [padded(full, ["s0", "s1"])]
+
+
 @dataclass(frozen=True)
 class Cut:
     """How one process holds one boundary. ``columns``: logical columns of the local tensor, -1 is a padding column of

@@ -13,26 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import tracer
 from tests.expectations import expect_could_not_tell, expect_different, expect_disagreement, expect_same
-from tests.playback import POINTS, Full, Grid, L, Leaf, PlaybackModel, Point, Rank, Stage, padded, write_map
+from tests.playback import POINTS, Full, L, Leaf, PlaybackModel, Point, Rank, Stage, batch, write_map
 from tracer.errors import MapError
 from tracer.read.findings import FindingCode, Side
 from tracer.record.boundaries import resolve
 from tracer.record.boundary_maps import load_boundary_map
-
-
-@pytest.fixture(scope="module")
-def full() -> Full:
-    return Full()
-
-
-@pytest.fixture(scope="module")
-def plain(full: Full, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Side A: the plain side, never changed by a test."""
-    return Stage(tmp_path_factory.mktemp("plain")).plain("a", full)
-
-
-def batch(full: Full) -> list[Grid]:
-    return [padded(full, ["s0", "s1"])]
 
 
 @dataclass

@@ -10,28 +10,13 @@ import torch
 
 import tracer
 from tests.expectations import expect_could_not_tell, expect_disagreement, expect_same, outcome
-from tests.playback import Cut, Full, L, Point, Rank, Stage, cut, even, flat, padded, tensor_parallel
+from tests.playback import Cut, Full, L, Point, Rank, Stage, batch, cut, even, flat, tensor_parallel
 from tracer.read.findings import BoundaryOutcome, FindingCode, Side
-
-
-@pytest.fixture(scope="module")
-def full() -> Full:
-    return Full()
-
-
-@pytest.fixture(scope="module")
-def plain(full: Full, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Side A: the plain side, never changed by a test."""
-    return Stage(tmp_path_factory.mktemp("plain")).plain("a", full)
-
-
-def grid(full: Full) -> list[list[list[tuple[str, int] | None]]]:
-    return [padded(full, ["s0", "s1"])]
 
 
 def test_s01_columns_over_two_ranks(full: Full, plain: Path, tmp_path: Path) -> None:
     """A column-sharded projection equals the whole one."""
-    b = Stage(tmp_path).play("b", full, tensor_parallel(grid(full), 2, lambda r: {"attn.q": even(r, 2, 32)}))
+    b = Stage(tmp_path).play("b", full, tensor_parallel(batch(full), 2, lambda r: {"attn.q": even(r, 2, 32)}))
     expect_same(tracer.diff_traces(plain, b), rows=12)
 
 
@@ -41,7 +26,7 @@ def test_s02_four_ranks_against_two(full: Full, tmp_path: Path) -> None:
 
     def cuts(size: int) -> list[Rank]:
         return tensor_parallel(
-            grid(full), size, lambda r: {"attn.q": even(r, size, 32), "attn.k": even(r, size, 16), "attn.v": even(r, size, 16)}
+            batch(full), size, lambda r: {"attn.q": even(r, size, 32), "attn.k": even(r, size, 16), "attn.v": even(r, size, 16)}
         )
 
     result = tracer.diff_traces(stage.play("a", full, cuts(4)), stage.play("b", full, cuts(2)))
@@ -56,16 +41,16 @@ def test_s03_s04_uneven_slices(columns: int, at: int, tmp_path: Path) -> None:
     full = Full(points=[Point("embedding", columns, ("input.ids",), 0)])
     stage = Stage(tmp_path)
     spans = [(0, at), (at, columns)]
-    b = stage.play("b", full, tensor_parallel(grid(full), 2, lambda r: {"embedding": cut(spans[r], width=columns)}))
+    b = stage.play("b", full, tensor_parallel(batch(full), 2, lambda r: {"embedding": cut(spans[r], width=columns)}))
     expect_same(tracer.diff_traces(stage.plain("a", full), b), rows=12)
 
 
 def _packed(full: Full, ranks: int) -> tuple[list[Rank], dict[str, dict[str, object]]]:
     """One module returns this rank's [q | k | v]."""
     heads = ("attn.q", "attn.k", "attn.v")
-    listed = tensor_parallel(grid(full), ranks, lambda r: {name: even(r, ranks, 32 if name == "attn.q" else 16) for name in heads})
+    listed = tensor_parallel(batch(full), ranks, lambda r: {name: even(r, ranks, 32 if name == "attn.q" else 16) for name in heads})
     if ranks == 1:
-        listed = [Rank(grid(full))]
+        listed = [Rank(batch(full))]
     split = {"module": L + "attn_q", "layout": "b s c", "split": [L + name for name in heads]}
     return listed, {L + name: dict(split) for name in heads}
 
@@ -90,13 +75,13 @@ def test_s05_packed_projection_splits(full: Full, tmp_path: Path) -> None:
 
 def test_s06_merged_gate_and_up(full: Full, plain: Path, tmp_path: Path) -> None:
     """Each rank's [gate_r | up_r] is two slices of the logical row."""
-    ranks = tensor_parallel(grid(full), 4, lambda r: {"mlp.gate_up": cut((12 * r, 12 * r + 12), (48 + 12 * r, 60 + 12 * r), width=96)})
+    ranks = tensor_parallel(batch(full), 4, lambda r: {"mlp.gate_up": cut((12 * r, 12 * r + 12), (48 + 12 * r, 60 + 12 * r), width=96)})
     expect_same(tracer.diff_traces(plain, Stage(tmp_path).play("b", full, ranks)), rows=12)
 
 
 def _kv(full: Full) -> list[Rank]:
     return tensor_parallel(
-        grid(full), 4, lambda r: {name: cut((8 * (r // 2), 8 * (r // 2) + 8), width=16) for name in ("attn.k", "attn.v")}
+        batch(full), 4, lambda r: {name: cut((8 * (r // 2), 8 * (r // 2) + 8), width=16) for name in ("attn.k", "attn.v")}
     )
 
 
@@ -128,7 +113,7 @@ def _vocabulary(full: Full, width: int | None) -> list[Rank]:
         stop = min(12 * r + 12, 40)
         return cut((12 * r, stop), width=40, padding=12 * r + 12 - stop)
 
-    return tensor_parallel(grid(full), 4, lambda r: {"lm_head": held(r)})
+    return tensor_parallel(batch(full), 4, lambda r: {"lm_head": held(r)})
 
 
 def test_s09_padded_vocabulary(full: Full, plain: Path, tmp_path: Path) -> None:
@@ -139,7 +124,7 @@ def test_s09_padded_vocabulary(full: Full, plain: Path, tmp_path: Path) -> None:
 def test_s10_padded_vocabulary_undeclared(full: Full, plain: Path, tmp_path: Path) -> None:
     """A boundary of another width is incomparable; nothing of it is judged, everything earlier is."""
     columns = (*range(40), *[-1] * 8)
-    rank = Rank(grid(full), cuts={"lm_head": Cut(columns=columns)})
+    rank = Rank(batch(full), cuts={"lm_head": Cut(columns=columns)})
     result = tracer.diff_traces(plain, Stage(tmp_path).play("b", full, rank))
     (finding,) = expect_could_not_tell(result, FindingCode.WIDTH_DIFFERS)
     assert finding.boundary == "lm_head"
@@ -166,7 +151,7 @@ def test_s12_layout_that_does_not_fit(full: Full, plain: Path, tmp_path: Path) -
     def widen(name: str, tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor, tensor[..., :1]], -1) if name == "layers.1.attn.q" else tensor
 
-    b = Stage(tmp_path).play("b", full, Rank(grid(full)), bindings=binding, wrap=widen)
+    b = Stage(tmp_path).play("b", full, Rank(batch(full)), bindings=binding, wrap=widen)
     result = tracer.diff_traces(plain, b)
     (finding,) = expect_could_not_tell(result, FindingCode.VACUOUS)
     assert finding.boundary == "layers.1.attn.q"

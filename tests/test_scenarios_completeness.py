@@ -16,24 +16,9 @@ import torch
 
 import tracer
 from tests.expectations import expect_could_not_tell, expect_different, expect_disagreement, expect_same, outcome
-from tests.playback import Cut, Full, Grid, PlaybackModel, Rank, Stage, even, padded, tensor_parallel
+from tests.playback import Cut, Full, PlaybackModel, Rank, Stage, batch, even, tensor_parallel
 from tracer.errors import TraceFormatError
 from tracer.read.findings import BoundaryOutcome, DiffResult, FindingCode, Side, Verdict
-
-
-@pytest.fixture(scope="module")
-def full() -> Full:
-    return Full()
-
-
-@pytest.fixture(scope="module")
-def plain(full: Full, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Side A: the plain side, never changed by a test."""
-    return Stage(tmp_path_factory.mktemp("plain")).plain("a", full)
-
-
-def batch(full: Full) -> list[Grid]:
-    return [padded(full, ["s0", "s1"])]
 
 
 def cli(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -169,7 +154,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from tests.playback import Full, Rank, Stage, padded
+from tests.playback import Full, Rank, Stage, batch, padded
 import tracer.format.store as store
 
 full = Full()

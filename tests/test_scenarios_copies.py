@@ -9,23 +9,8 @@ import torch
 
 import tracer
 from tests.expectations import expect_could_not_tell, expect_different, expect_disagreement, expect_same, outcome, texts
-from tests.playback import Cut, Full, Grid, Stage, layered, padded, tensor_parallel
+from tests.playback import Cut, Full, Stage, batch, layered, tensor_parallel
 from tracer.read.findings import BoundaryOutcome, FindingCode, Kind, Side
-
-
-@pytest.fixture(scope="module")
-def full() -> Full:
-    return Full()
-
-
-@pytest.fixture(scope="module")
-def plain(full: Full, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Side A: the plain side, never changed by a test."""
-    return Stage(tmp_path_factory.mktemp("plain")).plain("a", full)
-
-
-def batch(full: Full) -> list[Grid]:
-    return [padded(full, ["s0", "s1"])]
 
 
 @pytest.mark.parametrize("off", [False, True], ids=["a", "b"])

@@ -14,17 +14,6 @@ from tests.playback import IDS, Cut, Full, Grid, L, Rank, Row, Stage, cut, even,
 from tracer.read.findings import BoundaryOutcome, FindingCode
 
 
-@pytest.fixture(scope="module")
-def full() -> Full:
-    return Full()
-
-
-@pytest.fixture(scope="module")
-def plain(full: Full, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Side A: the plain side, never changed by a test."""
-    return Stage(tmp_path_factory.mktemp("plain")).plain("a", full)
-
-
 def zigzag(full: Full, size: int, lengths: dict[str, int] | None = None) -> list[Rank]:
     """Context parallel, load balanced: rank r holds chunks r and 2 * size - 1 - r of every sequence."""
     lengths = lengths or {name: len(tokens) for name, tokens in full.ids.items()}

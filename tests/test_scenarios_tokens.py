@@ -14,17 +14,6 @@ from tracer.format.schema import NotComputed
 from tracer.read.findings import FindingCode, Side
 
 
-@pytest.fixture(scope="module")
-def full() -> Full:
-    return Full()
-
-
-@pytest.fixture(scope="module")
-def plain(full: Full, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Side A: the plain side, never changed by a test."""
-    return Stage(tmp_path_factory.mktemp("plain")).plain("a", full)
-
-
 def steps(name: str, *sizes: int) -> list[Grid]:
     """One sequence in several forwards over one cache."""
     grids: list[Grid] = []

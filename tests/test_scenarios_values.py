@@ -9,23 +9,8 @@ import torch
 
 import tracer
 from tests.expectations import expect_could_not_tell, expect_different, expect_same, outcome, texts
-from tests.playback import POINTS, Cut, Full, Grid, Point, Rank, Stage, padded
+from tests.playback import POINTS, Cut, Full, Point, Rank, Stage, batch
 from tracer.read.findings import BoundaryOutcome, DiffResult, FindingCode, Kind
-
-
-@pytest.fixture(scope="module")
-def full() -> Full:
-    return Full()
-
-
-@pytest.fixture(scope="module")
-def plain(full: Full, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Side A: the plain side, never changed by a test."""
-    return Stage(tmp_path_factory.mktemp("plain")).plain("a", full)
-
-
-def batch(full: Full) -> list[Grid]:
-    return [padded(full, ["s0", "s1"])]
 
 
 def compare(a: Full, b: Full, tmp_path: Path) -> DiffResult:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from tests.sides import Side
 from tracer.read.findings import Place
-from tracer.read.wording import by_sequence, count, place_text, row_text, short, token_profile
+from tracer.read.wording import by_sequence, count, place_text, row_text, short, token_name, token_profile
 
 
 def profile(*rows: str, shift: int = 0, compared: list[str] | None = None) -> str:
@@ -55,6 +57,15 @@ def test_tokens_by_sequence() -> None:
     trace = side.trace()
     assert by_sequence(trace, np.array([3, 4, 5, 6, 7])) == "s0 4 (3..6), s1 1 (0)"
     assert by_sequence(trace, np.array([side.at("s1:2")])) == "s1:2"
+
+
+def test_one_name_in_two_scopes() -> None:
+    """Sequences of one label in several scopes are told apart by their scope; a label of its own needs none."""
+    trace = Side().trace()
+    same = [dataclasses.replace(sequence, label="0", scope=f"dp={at}") for at, sequence in enumerate(trace.sequences)]
+    assert token_name(dataclasses.replace(trace, sequences=tuple(same)), 3) == ("dp=0/0", 3)
+    own = [dataclasses.replace(sequence, scope=f"dp={at}") for at, sequence in enumerate(trace.sequences)]
+    assert token_name(dataclasses.replace(trace, sequences=tuple(own)), 3) == ("s0", 3)
 
 
 def test_small_words() -> None:

@@ -14,7 +14,7 @@ from tracer.read.findings import BoundaryOutcome, BoundaryResult, Finding, Findi
 from tracer.read.logical import LogicalTrace
 from tracer.read.outcomes import Judged
 from tracer.read.pairing import Pairing
-from tracer.read.wording import by_sequence, count, row_text, token_name
+from tracer.read.wording import by_sequence, count, row_text, sequence_name, token_name
 
 __all__ = ["absent_boundary", "missing_rows", "token_findings"]
 
@@ -26,7 +26,7 @@ def token_findings(a: LogicalTrace, b: LogicalTrace, pairing: Pairing) -> list[F
     """Inputs that part, tokens without a partner, tokens declared never computed."""
     findings = []
     for parting in pairing.partings:
-        request = a.sequences[parting.sequence_a].name
+        request = sequence_name(a, parting.sequence_a)
         behind = f"; {count(len(parting.behind_a), 'row')} of A and {len(parting.behind_b)} of B from there on are not compared"
         findings.append(
             Finding(

@@ -38,7 +38,7 @@ from tracer.read.own_checks import covered, first_noise, sided
 from tracer.read.pairing import pair_sides
 from tracer.read.verdict import NOISE, Facts, classification, headline, next_step
 from tracer.read.weight_diff import compare_weights, weight_findings
-from tracer.read.wording import count, row_text
+from tracer.read.wording import count, row_text, sequence_name
 
 __all__ = ["diff_traces"]
 
@@ -244,7 +244,7 @@ class _Comparing:
         if not partings:
             return result
         first = partings[0]
-        request = self.a.sequences[first.sequence_a].name
+        request = sequence_name(self.a, first.sequence_a)
         return msgspec.structs.replace(
             result,
             outcome=BoundaryOutcome.DIFFERS,

@@ -17,7 +17,7 @@ from tracer.read.logical import LogicalTrace
 from tracer.read.outcomes import Judged
 from tracer.read.pairing import IDS, Pairing
 from tracer.read.weight_diff import WeightComparison, WeightDifference
-from tracer.read.wording import count, row_text, token_name, token_profile
+from tracer.read.wording import count, row_text, sequence_name, token_name, token_profile
 
 __all__ = ["Candidate", "Scene", "boundary_findings", "find_candidates", "first_bitwise"]
 
@@ -99,7 +99,7 @@ def _inputs(scene: Scene) -> list[Candidate]:
     for name in dict.fromkeys(parting.boundary for parting in pairing.partings):
         partings = [parting for parting in pairing.partings if parting.boundary == name]
         first = partings[0]
-        request = scene.a.sequences[first.sequence_a].name
+        request = sequence_name(scene.a, first.sequence_a)
         place = Place(boundary=name, request=request, position=first.position_a)
         root = Root(
             place=place,

@@ -1,6 +1,6 @@
 """The one line, the class and the next step of a comparison: from what was found to what is said.
 
-Weak words where nothing strong is proven: without a floor a value difference is a "first bitwise difference".
+Weak words where nothing strong is proven: without a floor a value difference is marked as "bitwise".
 """
 
 from __future__ import annotations
@@ -125,11 +125,11 @@ def _different_line(facts: Facts) -> str:
     elif result is not None and result.text and (root is None or _says_more(result)):
         parts.insert(0, result.text)
     strong = facts.floors.given or (root is not None and root.klass is not Class.UNLOCALIZED)
-    lead = "First divergence" if strong else "First bitwise difference"
-    if first.position is None and result is not None and result.dtype_a != result.dtype_b:
-        lead = "First divergence: another dtype at"
-        return f"{lead} {first.boundary} ({', '.join(parts)})"
-    return f"{lead}: {place_text(first)} ({', '.join(parts)})"
+    if not strong:
+        parts.append("bitwise: no floor was given")
+    dtype_only = first.position is None and result is not None and result.dtype_a != result.dtype_b
+    where = f"another dtype at {first.boundary}" if dtype_only else place_text(first)
+    return f"First divergence: {where} ({', '.join(parts)})"
 
 
 def _says_more(result: BoundaryResult) -> bool:

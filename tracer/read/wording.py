@@ -13,7 +13,7 @@ import numpy.typing as npt
 from tracer.read.findings import Place
 from tracer.read.logical import LogicalTrace
 
-__all__ = ["by_sequence", "count", "place_text", "row_text", "short", "token_name", "token_profile"]
+__all__ = ["by_sequence", "count", "place_text", "row_text", "sequence_name", "short", "token_name", "token_profile"]
 
 I64 = npt.NDArray[np.int64]
 _NAMES_SHOWN = 3
@@ -33,10 +33,19 @@ def short(value: float) -> str:
     return f"{value:.2g}" if 0.01 <= abs(value) < 1000 else f"{value:.1e}"
 
 
+def sequence_name(trace: LogicalTrace, index: int) -> str:
+    """Request or label of a sequence, with its scope where another scope has a sequence of that name."""
+    sequence = trace.sequences[index]
+    name = sequence.name
+    if sequence.scope and any(other.name == name and other.scope != sequence.scope for other in trace.sequences):
+        return f"{sequence.scope}/{name}"
+    return name
+
+
 def token_name(trace: LogicalTrace, token: int, shift: int = 0) -> tuple[str, int]:
     """Request or label, and position, of one token; ``shift``: 1 for rows that speak of the next token."""
     table = trace.tokens
-    return trace.sequences[int(table.sequence_K[token])].name, int(table.position_K[token]) - shift
+    return sequence_name(trace, int(table.sequence_K[token])), int(table.position_K[token]) - shift
 
 
 def row_text(request: str, position: int | None, expert: int | None = None) -> str:
@@ -66,7 +75,7 @@ def by_sequence(trace: LogicalTrace, tokens: I64, shift: int = 0) -> str:
     for index in distinct[: 2 * _NAMES_SHOWN]:
         own = position[sequence == index]
         span = f"{own.min()}..{own.max()}" if len(own) > 1 else f"{own[0]}"
-        parts.append(f"{trace.sequences[int(index)].name} {len(own)} ({span})")
+        parts.append(f"{sequence_name(trace, int(index))} {len(own)} ({span})")
     hidden = len(distinct) - len(parts)
     return ", ".join(parts) + (f", and {hidden} more sequences" if hidden else "")
 
@@ -100,7 +109,7 @@ def token_profile(trace: LogicalTrace, compared: I64, differing: I64, shift: int
         if len(starts) == 1:
             return f"from position {starts.pop()}{where}"
         if len(first) <= _NAMES_SHOWN:
-            return "from " + ", ".join(row_text(trace.sequences[index].name, at) for index, at in first.items())
+            return "from " + ", ".join(row_text(sequence_name(trace, index), at) for index, at in first.items())
     if not every and np.array_equal(differs, within & (position > 0)):
         return f"all but position 0{where}"
     if len(differing) <= _NAMES_SHOWN:
@@ -109,7 +118,6 @@ def token_profile(trace: LogicalTrace, compared: I64, differing: I64, shift: int
 
 
 def _names(trace: LogicalTrace, sequences: Sequence[int] | I64) -> str:
-    names = [trace.sequences[int(index)].name for index in sequences]
-    if len(names) <= _NAMES_SHOWN:
-        return ", ".join(names)
-    return f"{len(names)} sequences"
+    if len(sequences) > _NAMES_SHOWN:
+        return f"{len(sequences)} sequences"
+    return ", ".join(sequence_name(trace, int(index)) for index in sequences)
