@@ -1,0 +1,178 @@
+"""Runs traced cases in every process of one launch: ``torchrun worker.py MODELS TRACES CASE ...``.
+
+A case is ``family:layout``. ``MODELS`` holds saved models by family and ``ids.pt``; every case writes ``TRACES/family-layout``.
+What a case raises is written to ``TRACES/family-layout.rank`` and ends that case only.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+from tracer import trace
+
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+RANK = int(os.environ.get("RANK", "0"))
+LEVEL = 2
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "tp": {"tp_size": WORLD, "tp_plan": "auto"},
+    "tp_ep": {"tp_size": WORLD, "ep_size": WORLD, "tp_plan": "auto"},
+    "hf_fsdp": {"fsdp_size": WORLD},
+    "fsdp_tp": {"fsdp_size": WORLD // 2, "tp_size": 2, "tp_plan": "auto"},
+    "pp": {"pp_size": WORLD},
+}
+"""Layouts of the library's own."""
+
+
+def load(models: Path, family: str, **more: Any) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(models / family, dtype=torch.float32, attn_implementation="eager", **more).eval()
+    if hasattr(model.config, "_experts_implementation"):
+        model.config._experts_implementation = "eager"
+    return model
+
+
+def torch_plan(layers: int, sequence: bool, local: bool = True) -> dict[str, Any]:
+    """Tensor parallelism of a decoder as a user of torch would write it; ``sequence``: the residual stream is cut by tokens."""
+    stream = Shard(1) if sequence else Replicate()
+    plan: dict[str, Any] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream, use_local_output=local),
+        "lm_head": ColwiseParallel(input_layouts=stream, output_layouts=Shard(-1), use_local_output=False),
+    }
+    if sequence:
+        plan["model.norm"] = SequenceParallel(use_local_output=local)
+    for layer in range(layers):
+        at = f"model.layers.{layer}."
+        if sequence:
+            kwargs = {"hidden_states": Shard(1)}, {"hidden_states": Replicate()}
+            plan[at + "input_layernorm"] = SequenceParallel(use_local_output=local)
+            plan[at + "post_attention_layernorm"] = SequenceParallel(use_local_output=local)
+            plan[at + "self_attn"] = PrepareModuleInput(
+                input_kwarg_layouts=kwargs[0], desired_input_kwarg_layouts=kwargs[1], use_local_output=local
+            )
+            plan[at + "mlp"] = PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=local
+            )
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+            plan[at + name] = ColwiseParallel()
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            plan[at + name] = RowwiseParallel(output_layouts=stream, use_local_output=local)
+    return plan
+
+
+def forward(model: Any, ids: torch.Tensor, out: Path, grad: bool = False, **more: Any) -> None:
+    """One traced forward, with gradients and a backward where asked."""
+    kwargs = {name: more.pop(name) for name in list(more) if name not in ("map", "mesh", "boundaries", "level")}
+    with trace(model, out=out, strict=True, **{"level": LEVEL, **more}) as t:
+        t.requests([f"p{int(row[0])}" for row in ids])
+        with torch.set_grad_enabled(grad):
+            output = model(input_ids=ids, use_cache=False, **kwargs)
+            if grad:
+                output.logits.float().square().mean().backward()
+
+
+def library(family: str, layout: str, models: Path, out: Path, ids: torch.Tensor) -> None:
+    model = load(models, family, distributed_config=DistributedConfig(**CONFIGS[layout]))
+    forward(model, ids, out)
+
+
+def parallelized(family: str, layout: str, models: Path, out: Path, ids: torch.Tensor) -> None:
+    """``parallelize_module`` with loss-parallel logits, without and with sequence parallelism."""
+    model = load(models, family)
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
+    sequence = layout != "torch_tp"
+    parallelize_module(model, mesh, torch_plan(model.config.num_hidden_layers, sequence, local=layout != "torch_sp_dtensor"))
+    columns = ids.shape[1]
+    mask = torch.full((1, 1, columns, columns), torch.finfo(torch.float32).min).triu(1)
+    forward(model, ids, out, position_ids=torch.arange(columns)[None], attention_mask=mask)
+
+
+def own_rows(ids: torch.Tensor, index: int, size: int) -> torch.Tensor:
+    """The requests of one data-parallel process."""
+    step = len(ids) // size
+    return ids[index * step : (index + 1) * step]
+
+
+def fsdp(family: str, layout: str, models: Path, out: Path, ids: torch.Tensor) -> None:
+    """FSDP2 with other requests on every process; ``fsdp_ckpt``: activations recomputed in backward."""
+    model = load(models, family)
+    if layout == "fsdp_ckpt":
+        model.train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("fsdp",))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    rows = ids if layout == "fsdp_same" else own_rows(ids, RANK, WORLD)
+    forward(model, rows, out, grad=layout == "fsdp_ckpt")
+
+
+def ddp(family: str, layout: str, models: Path, out: Path, ids: torch.Tensor) -> None:
+    model = load(models, family)
+    model.requires_grad_(True)
+    forward(DistributedDataParallel(model), own_rows(ids, RANK, WORLD), out)
+
+
+def composed(family: str, layout: str, models: Path, out: Path, ids: torch.Tensor) -> None:
+    """FSDP2 over tensor parallelism, both by torch, requests cut over the data axis."""
+    mesh = init_device_mesh("cpu", (WORLD // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = load(models, family)
+    parallelize_module(model, mesh["tp"], torch_plan(model.config.num_hidden_layers, sequence=False))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    forward(model, own_rows(ids, mesh.get_local_rank("dp"), WORLD // 2), out)
+
+
+CASES: dict[str, Callable[[str, str, Path, Path, torch.Tensor], None]] = {
+    **dict.fromkeys(CONFIGS, library),
+    "torch_tp": parallelized,
+    "torch_sp": parallelized,
+    "torch_sp_dtensor": parallelized,
+    "fsdp": fsdp,
+    "fsdp_same": fsdp,
+    "fsdp_ckpt": fsdp,
+    "ddp": ddp,
+    "torch_fsdp_tp": composed,
+}
+
+
+def main() -> None:
+    models, traces = Path(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    ids = torch.load(models / "ids.pt")
+    for case in sys.argv[3:]:
+        family, layout = case.split(":")
+        out = traces / f"{family}-{layout}"
+        try:
+            CASES[layout](family, layout, models, out, ids)
+        except Exception:
+            out.with_suffix(f".rank{RANK}").write_text(traceback.format_exc())
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
