@@ -41,6 +41,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "tp_ep": {"tp_size": WORLD, "ep_size": WORLD, "tp_plan": "auto"},
     "hf_fsdp": {"fsdp_size": WORLD},
     "fsdp_tp": {"fsdp_size": WORLD // 2, "tp_size": 2, "tp_plan": "auto"},
+    "fsdp_ep": {"fsdp_size": WORLD, "ep_size": WORLD},
+    "fsdp_tp_ep": {"fsdp_size": WORLD // 2, "tp_size": 2, "ep_size": WORLD, "tp_plan": "auto"},
     "pp": {"pp_size": WORLD},
 }
 """Layouts of the library's own."""

@@ -36,6 +36,7 @@ class Placer:
         """``data``: axes whose processes run sequences of their own, which cut no boundary."""
         self._config = config
         self._cutting = [axis for axis in mesh.axes if axis.size > 1 and axis.name not in data and axis.name not in ("pp", "cp")]
+        self._experts = {path for path, module in modules.items() if self._cutting and _on_axis(module, "ep")}
         self._linear: dict[str, tuple[tuple[int, ...], tuple[tuple[Span, ...], ...]]] = {}
         for path, module in modules.items() if self._cutting else ():
             weight = module._parameters.get("weight")
@@ -72,12 +73,16 @@ class Placer:
             width = columns
         return Placement(width, spans, partial_axis(leaf, source.boundary))
 
-    @staticmethod
-    def _role(source: Source, axis: str) -> str:
-        """What the map says an axis does to this boundary's columns, empty where it is silent."""
+    def _role(self, source: Source, axis: str) -> str:
+        """What an axis does to this boundary's columns, as the map says, or as the library never does otherwise: what the
+        experts of several processes give is whole again outside the module that holds them. Empty where nobody says."""
         if any(name == axis and cut not in ROW_AXES for name, cut in source.shard):
             return "shard"
-        return "partial" if axis == source.partial else "replicated" if axis in (*source.replicated, *dict(source.shard)) else ""
+        if axis == source.partial:
+            return "partial"
+        if axis in source.replicated or axis in dict(source.shard):
+            return "replicated"
+        return "" if axis != "ep" or any(source.module.startswith(f"{path}.") for path in self._experts) else "replicated"
 
     def _known(self, source: Source) -> tuple[int | None, tuple[Span, ...]]:
         """Width of the whole row and what is held of it by the module's own weight; None where the width is not known."""
@@ -108,6 +113,12 @@ class Placer:
             found=f"{columns} of {width} columns" if width is not None else f"{columns} columns",
             remedy="add shard:, replicated: or partial: for that mesh axis to this boundary's binding",
         )
+
+
+def _on_axis(module: torch.nn.Module, axis: str) -> bool:
+    """Whether a module's own parameters lie on a mesh with this axis."""
+    meshes = (getattr(parameter, "device_mesh", None) for parameter in module._parameters.values())
+    return any(axis in (getattr(mesh, "mesh_dim_names", None) or ()) for mesh in meshes)
 
 
 def attention_columns(config: Any, name: str) -> int | None:
