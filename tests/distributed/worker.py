@@ -49,7 +49,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def load(models: Path, family: str, **more: Any) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(models / family, dtype=torch.float32, attn_implementation="eager", **more).eval()
+    settings = {"dtype": torch.float32, "attn_implementation": "eager", **more}
+    model = AutoModelForCausalLM.from_pretrained(models / family, **settings).eval()
     if hasattr(model.config, "_experts_implementation"):
         model.config._experts_implementation = "eager"
     return model
@@ -147,6 +148,43 @@ def composed(family: str, layout: str, models: Path, out: Path, ids: torch.Tenso
     forward(model, own_rows(ids, mesh.get_local_rank("dp"), WORLD // 2), out)
 
 
+def ring_on_cpu() -> None:
+    """A handler for the attention operator of the CPU, which torch's ring attention has none for."""
+    import torch.distributed.tensor.experimental._context_parallel._attention as ring
+    from torch.distributed.tensor import DTensor
+
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+    def attend(q: Any, k: Any, v: Any, dropout_p: float = 0.0, is_causal: bool = False, *, attn_mask: Any = None, scale: Any = None) -> Any:
+        query, key, value = (tensor.to_local() for tensor in (q, k, v))
+        done = ring._templated_ring_attention(
+            q.device_mesh.get_group(), 2, operator, query=query, key=key, value=value,
+            is_causal=is_causal, dropout_p=dropout_p, attn_mask=None, scale=scale,
+        )[:2]  # fmt: skip
+        return tuple(DTensor.from_local(tensor, q.device_mesh, q.placements, run_check=False) for tensor in done)
+
+    ring.custom_ops[operator.default] = lambda op, args, kwargs: attend(*args, **kwargs)
+
+
+def context(family: str, layout: str, models: Path, out: Path, ids: torch.Tensor) -> None:
+    """Ring attention over tokens in head-tail order."""
+    from accelerate.big_modeling import _attach_context_parallel_hooks
+    from torch.distributed.tensor.experimental import context_parallel
+
+    ring_on_cpu()
+    model = load(models, family, attn_implementation="sdpa")
+    _attach_context_parallel_hooks(model)
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("cp",))
+    ids = ids.clone()
+    positions = torch.arange(ids.shape[1])[None].expand(len(ids), -1).contiguous()
+    names = [f"p{int(row[0])}" for row in ids]
+    placed = {"cp": (mesh.get_local_rank("cp"), WORLD)}
+    with trace(model, out=out, strict=True, level=LEVEL, mesh=placed) as t, torch.no_grad():
+        t.requests(names)
+        with context_parallel(mesh, buffers=[ids, positions], buffer_seq_dims=[1, 1]):
+            model(input_ids=ids, position_ids=positions, use_cache=False)
+
+
 CASES: dict[str, Callable[[str, str, Path, Path, torch.Tensor], None]] = {
     **dict.fromkeys(CONFIGS, library),
     "torch_tp": parallelized,
@@ -157,6 +195,7 @@ CASES: dict[str, Callable[[str, str, Path, Path, torch.Tensor], None]] = {
     "fsdp_ckpt": fsdp,
     "ddp": ddp,
     "torch_fsdp_tp": composed,
+    "cp": context,
 }
 
 

@@ -85,6 +85,7 @@ class TransformersHost:
         data = data_axes(self._model)
         scope = ",".join(f"{axis.name}={axis.index}" for axis in self._mesh.axes if axis.size > 1 and axis.name in data - {"efsdp"})
         self._tracker = SequenceTracker(scope)
+        self._whole_sequences = all(axis.size == 1 for axis in self._mesh.axes if axis.name == "cp")
         self._placer = Placer(self._model.config.get_text_config(), self._mesh, self._modules, data)
         self._parts: dict[str, tuple[tuple[Span, ...], ...]] = {}
         self._caches = CacheWatch()
@@ -170,7 +171,12 @@ class TransformersHost:
         if history is None and past == 0 and cache is not None:
             history = CacheHistory.empty(batch)
         call, position_N = self._inputs.read(self._forwards, given, cache, (batch, columns, past), sequences)
-        labelled = self._tracker.label(call, history, sequences)
+        if self._whole_sequences:
+            labelled = self._tracker.label(call, history, sequences)
+        elif past or not call.positions_given:
+            raise _unsupported("under context parallelism only position_ids say which tokens these are", "a cache" if past else "none given")
+        else:
+            labelled = self._tracker.label_by_position(call, sequences)
         self._forwards += 1
         self._past = past
         kept_BS, rows_with_logits = logit_rows(given.get("logits_to_keep"), labelled.rows, batch, columns)
@@ -314,7 +320,7 @@ def _unsupported(what: str, found: str) -> HostError:
         Code.HOST_UNSUPPORTED,
         f"the transformers host cannot record this run: {what}",
         found=found,
-        remedy="continuous batching is not supported yet; run each batch through the model itself",
+        remedy="run whole batches through the model itself, with position_ids and without a cache under context parallelism",
     )
 
 
