@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +139,21 @@ def test_memory_used_again_tells_nothing() -> None:
         kept = [torch.zeros(1 << 16) for _ in range(8)]
     again = next((tensor for tensor in kept if tensor.data_ptr() == address), None)
     assert again is None or finder.find((again,), {}) is None
+
+
+def test_an_ordinary_forward_is_not_kept(tmp_path: Path) -> None:
+    """Without checkpointed regions nothing of a training forward outlives it."""
+    kept: list[Any] = []
+
+    class Remembering(SmallHost):
+        def begin_forward(self, *arguments: Any) -> Any:
+            forward = super().begin_forward(*arguments)
+            kept.append(weakref.ref(forward))
+            return forward
+
+    model = SmallModel()
+    with tracer.trace(model, map=small_map(tmp_path), host=Remembering(model), out=tmp_path / "trace", level=2, strict=True):
+        for ids in IDS:
+            model(ids)["logits"].square().sum().backward()
+        gc.collect()
+        assert [reference() for reference in kept[:-1]] == [None] * 3

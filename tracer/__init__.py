@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tracer.errors import TracerError
-    from tracer.read.floor import Tolerance
     from tracer.read.diff import diff_traces
+    from tracer.read.floor import Tolerance
     from tracer.read.stitch import open_trace
     from tracer.record.boundary_maps import load_boundary_map
     from tracer.record.capture import Trace

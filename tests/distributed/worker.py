@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -84,13 +86,16 @@ def torch_plan(layers: int, sequence: bool, local: bool = True) -> dict[str, Any
     return plan
 
 
-def forward(model: Any, ids: torch.Tensor, out: Path, grad: bool = False, **more: Any) -> None:
+def names_of(ids: torch.Tensor) -> list[str]:
+    return [f"p{int(row[0])}" for row in ids]
+
+
+def forward(model: Any, ids: torch.Tensor, out: Path, grad: bool = False, **arguments: Any) -> None:
     """One traced forward, with gradients and a backward where asked."""
-    kwargs = {name: more.pop(name) for name in list(more) if name not in ("map", "mesh", "boundaries", "level")}
-    with trace(model, out=out, strict=True, **{"level": LEVEL, **more}) as t:
-        t.requests([f"p{int(row[0])}" for row in ids])
+    with trace(model, out=out, strict=True, level=LEVEL) as t:
+        t.requests(names_of(ids))
         with torch.set_grad_enabled(grad):
-            output = model(input_ids=ids, use_cache=False, **kwargs)
+            output = model(input_ids=ids, use_cache=False, **arguments)
             if grad:
                 output.logits.float().square().mean().backward()
 
@@ -118,17 +123,21 @@ def own_rows(ids: torch.Tensor, index: int, size: int) -> torch.Tensor:
 
 
 def fsdp(family: str, layout: str, models: Path, out: Path, ids: torch.Tensor) -> None:
-    """FSDP2 with other requests on every process; ``fsdp_ckpt``: activations recomputed in backward."""
+    """FSDP2 with other requests on every process, or the same; ``ckpt``: activations recomputed in backward, by the library
+    (``reentrant`` or not) or by torch's wrapper."""
     model = load(models, family)
-    if layout == "fsdp_ckpt":
+    if "ckpt" in layout:
         model.train()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if "wrapper" in layout:
+        apply_activation_checkpointing(model, check_fn=lambda module: module in set(model.model.layers))
+    elif "ckpt" in layout:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": "reentrant" in layout})
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("fsdp",))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    rows = ids if layout == "fsdp_same" else own_rows(ids, RANK, WORLD)
-    forward(model, rows, out, grad=layout == "fsdp_ckpt")
+    rows = ids if "same" in layout else own_rows(ids, RANK, WORLD)
+    forward(model, rows, out, grad="ckpt" in layout)
 
 
 def ddp(family: str, layout: str, models: Path, out: Path, ids: torch.Tensor) -> None:
@@ -168,7 +177,7 @@ def ring_on_cpu() -> None:
 
 def context(family: str, layout: str, models: Path, out: Path, ids: torch.Tensor) -> None:
     """Ring attention over tokens in head-tail order."""
-    from accelerate.big_modeling import _attach_context_parallel_hooks
+    from accelerate.big_modeling import _attach_context_parallel_hooks  # type: ignore[import-untyped]
     from torch.distributed.tensor.experimental import context_parallel
 
     ring_on_cpu()
@@ -177,12 +186,31 @@ def context(family: str, layout: str, models: Path, out: Path, ids: torch.Tensor
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("cp",))
     ids = ids.clone()
     positions = torch.arange(ids.shape[1])[None].expand(len(ids), -1).contiguous()
-    names = [f"p{int(row[0])}" for row in ids]
+    names = names_of(ids)
     placed = {"cp": (mesh.get_local_rank("cp"), WORLD)}
     with trace(model, out=out, strict=True, level=LEVEL, mesh=placed) as t, torch.no_grad():
         t.requests(names)
         with context_parallel(mesh, buffers=[ids, positions], buffer_seq_dims=[1, 1]):
             model(input_ids=ids, position_ids=positions, use_cache=False)
+
+
+def off(family: str, layout: str, models: Path, out: Path, ids: torch.Tensor) -> None:
+    """Tensor parallelism in which one process computes a replicated norm a little differently."""
+    model = load(models, family, distributed_config=DistributedConfig(**CONFIGS["tp"]))
+    if RANK == 1:
+        model.model.layers[1].input_layernorm.register_forward_hook(lambda module, args, output: output * 1.001)
+    forward(model, ids, out)
+
+
+def killed(family: str, layout: str, models: Path, out: Path, ids: torch.Tensor) -> None:
+    """Process 1 dies inside the trace, after process 0 has committed. Nothing can run after this case."""
+    model = load(models, family, distributed_config=DistributedConfig(**CONFIGS["tp"]))
+    with trace(model, out=out, level=LEVEL), torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+        while RANK == 1:
+            if (out / "shard-00000" / "manifest.json").exists():
+                os._exit(9)
+            time.sleep(0.05)
 
 
 CASES: dict[str, Callable[[str, str, Path, Path, torch.Tensor], None]] = {
@@ -192,10 +220,14 @@ CASES: dict[str, Callable[[str, str, Path, Path, torch.Tensor], None]] = {
     "torch_sp_dtensor": parallelized,
     "fsdp": fsdp,
     "fsdp_same": fsdp,
-    "fsdp_ckpt": fsdp,
+    "fsdp_ckpt_same": fsdp,
+    "fsdp_ckpt_reentrant": fsdp,
+    "fsdp_ckpt_wrapper": fsdp,
     "ddp": ddp,
     "torch_fsdp_tp": composed,
     "cp": context,
+    "off": off,
+    "killed": killed,
 }
 
 
