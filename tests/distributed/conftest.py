@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,5 +88,3 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         launch(world, models, traces[world], *cases)
     return Runs(models, traces)
 
-
-Compare = Callable[[str, int], DiffResult]

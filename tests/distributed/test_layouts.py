@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 
 from tests.distributed.conftest import Runs
-from tracer import open_trace
+from tracer import diff_traces, open_trace
 from tracer.read.findings import BoundaryOutcome, DiffResult, FindingCode, Verdict
 
 pytestmark = pytest.mark.distributed
@@ -96,9 +99,49 @@ def test_a_copy_that_is_off_is_found_with_its_rank(runs: Runs) -> None:
     assert found[0].ranks == (0, 1)
 
 
+def test_scores_of_a_cut_vocabulary_use_the_whole_normaliser(runs: Runs) -> None:
+    """With the vocabulary cut over processes the logits are bitwise equal, and the scores made of both processes' shares
+    are those of one process up to rounding."""
+    result = runs.against_one_process("llama:head_tp", 2)
+    found = {boundary.name: boundary for boundary in result.boundaries}
+    assert found["lm_head"].outcome is BoundaryOutcome.IDENTICAL
+    scores = found["scorer.logprobs"]
+    assert (scores.rows_compared, scores.dtype_b) == (60, "float32")
+    largest = 0.0 if scores.distance is None else scores.distance.largest
+    assert largest is not None
+    assert largest < 1e-6
+    assert not result.findings or result.first is not None
+    assert {name for name, boundary in found.items() if boundary.outcome is not BoundaryOutcome.IDENTICAL} <= {"scorer.logprobs"}
+
+
+def test_a_normaliser_of_one_process_alone_is_caught(runs: Runs) -> None:
+    """Scores normalised over one process's columns differ, by much more than rounding, while the logits are identical."""
+    result = runs.against_one_process("llama:head_tp_by_hand", 2)
+    found = {boundary.name: boundary for boundary in result.boundaries}
+    assert result.first is not None
+    assert (result.exit, result.first.boundary) == (1, "scorer.logprobs")
+    assert found["lm_head"].outcome is BoundaryOutcome.IDENTICAL
+    assert (found["scorer.logprobs"].rows_compared, found["scorer.logprobs"].rows_differing) == (60, 60)
+    distance = found["scorer.logprobs"].distance
+    assert distance is not None
+    assert distance.largest is not None
+    assert distance.largest > 1e-2
+
+
 def test_a_killed_process_is_named(runs: Runs) -> None:
     """A trace whose process 1 died before it committed could not be told, and says which rank is missing."""
     result = runs.against_one_process("llama:killed", 2)
-    missing = [finding for finding in result.findings if finding.code is FindingCode.SHARD_MISSING]
     assert result.exit == 2
-    assert "rank 1 (tp=1) is missing" in missing[0].text
+    assert result.findings[0].code is FindingCode.SHARD_UNCOMMITTED
+    assert result.findings[0].ranks == (1,)
+
+
+def test_a_lost_shard_is_named_with_its_coordinates(runs: Runs, tmp_path: Path) -> None:
+    """A trace that lacks the folder of one process names the rank and where it stood."""
+    copy = tmp_path / "trace"
+    shutil.copytree(runs.path("qwen3:fsdp_tp", 4), copy)
+    shutil.rmtree(copy / "shard-00003")
+    result = diff_traces(runs.models / "whole-qwen3", copy)
+    assert result.exit == 2
+    assert result.findings[0].code is FindingCode.SHARD_MISSING
+    assert "rank 3 (fsdp=1, tp=1) is missing" in result.findings[0].text

@@ -116,6 +116,24 @@ def parallelized(family: str, layout: str, models: Path, out: Path, ids: torch.T
     forward(model, ids, out, position_ids=torch.arange(columns)[None], attention_mask=mask)
 
 
+def head_only(family: str, layout: str, models: Path, out: Path, ids: torch.Tensor) -> None:
+    """Only the vocabulary is cut, so that logits are bitwise those of one process. ``by_hand``: the user scores every token
+    on the process that has its column, and normalises over that process's columns alone, which is wrong."""
+    model = load(models, family)
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
+    parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)})
+    with trace(model, out=out, strict=True, level=LEVEL) as t, torch.no_grad():
+        names = names_of(ids)
+        t.requests(names)
+        logits = model(input_ids=ids, use_cache=False).logits.to_local()
+        for b, name in enumerate(names if layout == "head_tp_by_hand" else ()):
+            start = RANK * logits.shape[-1]
+            target = ids[b, 1:] - start
+            own = ((target >= 0) & (target < logits.shape[-1])).nonzero()[:, 0]
+            scores = logits[b, own].float().log_softmax(-1).gather(1, target[own, None])[:, 0]
+            t.record("scorer.logprobs", scores, sequence=name, positions=own.numpy())
+
+
 def own_rows(ids: torch.Tensor, index: int, size: int) -> torch.Tensor:
     """The requests of one data-parallel process."""
     step = len(ids) // size
@@ -218,6 +236,8 @@ CASES: dict[str, Callable[[str, str, Path, Path, torch.Tensor], None]] = {
     "torch_tp": parallelized,
     "torch_sp": parallelized,
     "torch_sp_dtensor": parallelized,
+    "head_tp": head_only,
+    "head_tp_by_hand": head_only,
     "fsdp": fsdp,
     "fsdp_same": fsdp,
     "fsdp_ckpt_same": fsdp,

@@ -17,7 +17,7 @@ from tracer.errors import CaptureError, Code, HostError
 from tracer.format.schema import Axis, Span
 from tracer.record.host import Mesh
 
-__all__ = ["DATA_AXES", "chunk", "data_axes", "find_mesh", "held_columns_of", "held_spans", "partial_axis", "spans_of"]
+__all__ = ["DATA_AXES", "chunk", "cutting_axis", "data_axes", "find_mesh", "held_columns_of", "held_spans", "partial_axis", "spans_of"]
 
 DATA_AXES = frozenset({"dp", "ddp", "fsdp", "dp_replicate", "dp_shard", "dp_shard_cp", "efsdp"})
 """Mesh axes whose processes run whole sequences of their own."""
@@ -135,6 +135,13 @@ def held_columns_of(tensor: Any, dims: Sequence[int]) -> tuple[int, tuple[Span, 
         index = _held_index(size, tensor.device_mesh, tensor.placements, dim, frozenset())
         width, column_C = width * size, (column_C[:, None] * size + index[None, :]).reshape(-1)
     return width, () if np.array_equal(column_C, np.arange(width)) else spans_of(column_C)
+
+
+def cutting_axis(tensor: Any, dims: Sequence[int]) -> str:
+    """The one mesh axis that cuts a DTensor's dimensions ``dims``, empty where none or several do."""
+    names = tensor.device_mesh.mesh_dim_names or ("fsdp",) * tensor.device_mesh.ndim
+    cut = [name for name, placement in zip(names, tensor.placements, strict=True) if getattr(placement, "dim", None) in dims]
+    return str(cut[0]) if len(cut) == 1 else ""
 
 
 def partial_axis(tensor: Any, boundary: str) -> str:

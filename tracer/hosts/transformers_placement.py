@@ -14,7 +14,7 @@ import torch
 
 from tracer.errors import Code, MapError
 from tracer.format.schema import Span
-from tracer.hosts.torch_sharding import DATA_AXES, chunk, held_columns_of, held_spans, partial_axis
+from tracer.hosts.torch_sharding import DATA_AXES, chunk, cutting_axis, held_columns_of, held_spans, partial_axis
 from tracer.record.boundaries import Source
 from tracer.record.host import Mesh, Placement
 from tracer.record.map_entries import ROW_AXES, layout_axes
@@ -62,7 +62,7 @@ class Placer:
             spans = (chunk(width, cut[0].size, cut[0].index),)
         if width is None or sum(stop - start for start, stop in spans) != columns:
             raise self._unfit(source, columns, width, roles)
-        return Placement(width, spans, partial)
+        return Placement(width, spans, partial, cut[0].name if len(cut) == 1 else "")
 
     def _of_dtensor(self, source: Source, columns: int, leaf: Any) -> Placement:
         dims = [n for n, axes in enumerate(layout_axes(source.layout) or ()) if not any(axis in ROW_AXES for axis in axes)]
@@ -71,7 +71,7 @@ class Placer:
             raise self._unfit(source, columns, width, {axis.name: "" for axis in self._cutting})
         if source.select or source.split:
             width = columns
-        return Placement(width, spans, partial_axis(leaf, source.boundary))
+        return Placement(width, spans, partial_axis(leaf, source.boundary), cutting_axis(leaf, dims) if spans else "")
 
     def _role(self, source: Source, axis: str) -> str:
         """What an axis does to this boundary's columns, as the map says, or as the library never does otherwise: what the
