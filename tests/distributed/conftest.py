@@ -52,7 +52,8 @@ class Runs:
 def _single_process(models: Path, family: str, ids: torch.Tensor, **changes: Any) -> None:
     make_model(family if family != "uneven" else "qwen3", **changes).save_pretrained(models / family)
     settings: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": "eager"}
-    model = AutoModelForCausalLM.from_pretrained(models / family, **settings).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(models / family, **settings)
+    model.eval()
     if hasattr(model.config, "_experts_implementation"):
         model.config._experts_implementation = "eager"
     with trace(model, out=models / f"whole-{family}", level=2, strict=True) as t, torch.no_grad():

@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from tracer import trace
 
@@ -52,7 +52,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def load(models: Path, family: str, **more: Any) -> Any:
     settings = {"dtype": torch.float32, "attn_implementation": "eager", **more}
-    model = AutoModelForCausalLM.from_pretrained(models / family, **settings).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(models / family, **settings)
+    model.eval()
     if hasattr(model.config, "_experts_implementation"):
         model.config._experts_implementation = "eager"
     return model
@@ -70,12 +71,11 @@ def torch_plan(layers: int, sequence: bool, local: bool = True) -> dict[str, Any
     for layer in range(layers):
         at = f"model.layers.{layer}."
         if sequence:
-            kwargs = {"hidden_states": Shard(1)}, {"hidden_states": Replicate()}
+            given, wanted = {"hidden_states": Shard(1)}, {"hidden_states": Replicate()}
             plan[at + "input_layernorm"] = SequenceParallel(use_local_output=local)
             plan[at + "post_attention_layernorm"] = SequenceParallel(use_local_output=local)
-            plan[at + "self_attn"] = PrepareModuleInput(
-                input_kwarg_layouts=kwargs[0], desired_input_kwarg_layouts=kwargs[1], use_local_output=local
-            )
+            kwargs: dict[str, Any] = {"input_kwarg_layouts": given, "desired_input_kwarg_layouts": wanted}
+            plan[at + "self_attn"] = PrepareModuleInput(**kwargs, use_local_output=local)
             plan[at + "mlp"] = PrepareModuleInput(
                 input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=local
             )
@@ -190,7 +190,8 @@ def ring_on_cpu() -> None:
         )[:2]  # fmt: skip
         return tuple(DTensor.from_local(tensor, q.device_mesh, q.placements, run_check=False) for tensor in done)
 
-    ring.custom_ops[operator.default] = lambda op, args, kwargs: attend(*args, **kwargs)
+    operators: dict[Any, Any] = ring.custom_ops
+    operators[operator.default] = lambda op, args, kwargs: attend(*args, **kwargs)
 
 
 def context(family: str, layout: str, models: Path, out: Path, ids: torch.Tensor) -> None:

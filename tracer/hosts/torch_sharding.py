@@ -37,7 +37,8 @@ def find_mesh(model: torch.nn.Module, meshes: Iterable[Any] = ()) -> Mesh:
         return Mesh()
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     lain_on: list[Any] = [getattr(parameter, "device_mesh", None) for parameter in model.parameters()]
-    found = [mesh._get_root_mesh() for mesh in (*meshes, *lain_on) if mesh is not None]
+    given: list[Any] = [mesh for mesh in (*meshes, *lain_on) if mesh is not None]
+    found = [mesh._get_root_mesh() for mesh in given]
     roots = sorted({id(mesh): mesh for mesh in found}.values(), key=lambda mesh: -mesh.size())
     axes: dict[str, Axis] = {}
     for axis in (axis for mesh in roots for axis in _axes(mesh) if axis.size > 1):
@@ -58,7 +59,8 @@ def data_axes(model: torch.nn.Module) -> frozenset[str]:
     names = set(DATA_AXES)
     for module in model.modules():
         if hasattr(module, "_get_fsdp_state"):
-            group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
+            held: Any = module
+            group = getattr(held._get_fsdp_state(), "_fsdp_param_group", None)
             mesh = getattr(getattr(group, "mesh_info", None), "mesh", None)
             names.update(getattr(mesh, "mesh_dim_names", None) or ())
     return frozenset(names)

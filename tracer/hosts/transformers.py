@@ -176,7 +176,8 @@ class TransformersHost:
         if self._whole_sequences:
             labelled = self._tracker.label(call, history, sequences)
         elif past or not call.positions_given:
-            raise _unsupported("under context parallelism only position_ids say which tokens these are", "a cache" if past else "none given")
+            found = "a cache" if past else "none given"
+            raise _unsupported("under context parallelism only position_ids say which tokens these are", found)
         else:
             labelled = self._tracker.label_by_position(call, sequences)
         self._registry = sequences

@@ -241,7 +241,8 @@ class SequenceTracker:
         sequence_BS = np.full((batch, columns), -1, np.int64)
         for b, name in enumerate(registry.take_requests(batch)):
             label = f"f{call.number}.r{b}.d0"
-            sequence_BS[b, call.token_BS[b]] = registry.open(label, request=name, scope=self.scope, salt=call.salt, row=f"{call.number}/{b}")
+            place = f"{call.number}/{b}"
+            sequence_BS[b, call.token_BS[b]] = registry.open(label, request=name, scope=self.scope, salt=call.salt, row=place)
             held_T = call.position_BS[b, call.token_BS[b]]
             self._next_elsewhere[label] = np.sort(held_T[~np.isin(held_T + 1, held_T)])
         rows = Rows(sequence_BS.reshape(-1), np.where(call.token_BS, call.position_BS, 0).reshape(-1))
