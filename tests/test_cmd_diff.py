@@ -45,7 +45,7 @@ def test_exit_codes_and_the_line(pair: tuple[Path, Path], capsys: pytest.Capture
     assert run_tracer("diff", pair[0], pair[0]) == 0
     assert capsys.readouterr().out.startswith("Same: 8 rows at 3 boundaries, all identical")
     assert run_tracer("diff", *pair) == 1
-    assert capsys.readouterr().out.startswith("First bitwise difference: layers.0.residual, request s0, token 5")
+    assert capsys.readouterr().out.startswith("First divergence: layers.0.residual, request s0, token 5")
 
 
 def test_floor_and_tolerance(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,7 +56,7 @@ def test_s44_one_element_is_found_with_its_row() -> None:
     assert [root.place.boundary for root in result.roots] == ["layers.2.attn.out"]
     assert codes(result) == [FindingCode.VALUE_DIFFERS]
     assert outcome(result, "layers.1.residual") is BoundaryOutcome.IDENTICAL
-    assert "First bitwise difference" in result.headline
+    assert "bitwise: no floor was given" in result.headline
     assert "all earlier boundaries identical, inputs and weights identical" in result.headline
 
 

@@ -21,9 +21,11 @@ def one_element() -> Side:
 
 
 def test_words_are_weak_without_a_floor_and_strong_with_one() -> None:
-    """A bare value difference is a first bitwise difference; above a given limit it is the first divergence."""
-    assert compared(one_element()).headline.startswith("First bitwise difference: ")
-    assert compared(one_element(), tolerance=Tolerance(1e-9)).headline.startswith("First divergence: ")
+    """Without a floor the line says that the divergence is bitwise only; above a given limit it does not."""
+    weak = compared(one_element()).headline
+    assert weak.startswith("First divergence: layers.2.attn.out, request s0, token 5 (all earlier boundaries identical")
+    assert "bitwise: no floor was given" in weak
+    assert "bitwise" not in compared(one_element(), tolerance=Tolerance(1e-9)).headline
 
 
 def test_nothing_is_claimed_about_what_was_not_recorded() -> None:

@@ -32,7 +32,7 @@ def test_a_difference_is_a_screenful() -> None:
     """The report leads with the line, shows the boundaries around it, and ends with one next step."""
     text = shown(Side(), one_element())
     lines = text.splitlines()
-    assert lines[0].startswith("First bitwise difference: layers.2.attn.out, request s0, token 5")
+    assert lines[0].startswith("First divergence: layers.2.attn.out, request s0, token 5")
     assert len(lines) < 40
     assert lines[-1].startswith("next  ")
     assert any(line.startswith("first  layers.2.attn.out") for line in lines)

@@ -21,7 +21,9 @@ _REQUESTS = ("long", "short")
 
 
 def demo(
-    fault: Annotated[str, typer.Option("--fault", metavar="NAME", help="What to plant in side B: a name, none, or list.")] = "attention-scale",
+    fault: Annotated[
+        str, typer.Option("--fault", metavar="NAME", help="What to plant in side B: a name, none, or list.")
+    ] = "attention-scale",
     out: Annotated[str, typer.Option("--out", metavar="DIR", help="Folder for the two traces; default traces/demo-FAULT-UTC.")] = "",
     level: Annotated[int, typer.Option("--level", help="0 coarse, 1, 2 everything.")] = 2,
 ) -> None:

@@ -97,8 +97,8 @@ class LogicalBoundary:
     both are for data that keeps neither.
 
     ``dtype``: ``mixed`` where rows or slices differ in it (integers with raw values are then ``int64``).
-    ``load_nonfinite``: ``nonfinite_R`` alone, which costs a fraction of all statistics. ``load_sum_of_copies``: only where copies disagree, statistics of the sum of all copies of each row, as for partial
-    sums: what the value would be if this was declared replicated by mistake.
+    ``load_sum_of_copies``: only where copies disagree, statistics of the sum of all copies of each row, as for partial
+    sums: what the value would be if this was declared replicated by mistake. ``load_nonfinite``: ``nonfinite_R`` alone.
     """
 
     info: Boundary

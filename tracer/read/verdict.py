@@ -125,7 +125,9 @@ def _different_line(facts: Facts) -> str:
     elif result is not None and result.text and (root is None or _says_more(result)):
         parts.insert(0, result.text)
     strong = facts.floors.given or (root is not None and root.klass is not Class.UNLOCALIZED)
-    lead = "First divergence" if strong else "First bitwise difference"
+    lead = "First divergence"
+    if not strong:
+        parts.append("bitwise: no floor was given")
     if first.position is None and result is not None and result.dtype_a != result.dtype_b:
         lead = "First divergence: another dtype at"
         return f"{lead} {first.boundary} ({', '.join(parts)})"
