@@ -14,7 +14,7 @@ from tests.tiny_models import class_name, make_ids, make_model
 from tracer.errors import Code, HostError, MapError
 from tracer.hosts import find_host
 from tracer.record.boundaries import Source
-from tracer.record.host import SkippedForward
+from tracer.record.host import Forward, SkippedForward
 
 
 @pytest.fixture(scope="module")
@@ -448,15 +448,46 @@ def test_columns_of_packed_projections_come_from_the_config(model: Any) -> None:
     assert host.local_columns("layers.0.mlp.gate_up") is None
 
 
-def test_model_parallel_runs_are_refused(model: Any) -> None:
-    """A mesh that shards the model is refused with a remedy; data-parallel axes only give the sequences a scope."""
-    with pytest.raises(HostError) as caught:
-        find_host(model, mesh={"tp": (0, 2)})
+def test_axes_of_whole_sequences_give_them_a_scope(model: Any) -> None:
+    """A data-parallel coordinate of the mesh given is the scope of this process's sequences; a tensor-parallel one is none."""
+    for mesh, scope in (({"dp": (1, 2)}, "dp=1"), ({"dp": (0, 2), "tp": (1, 2)}, "dp=0"), ({"tp": (1, 2)}, "")):
+        driver = HostDriver(model)
+        find_host(model, mesh=mesh).begin_forward((make_ids(1, 2),), {}, driver.registry)
+        assert driver.registry[0].scope == scope
+
+
+def test_context_parallel_rows_are_where_their_position_ids_say(model: Any) -> None:
+    """Under a ``cp`` axis every batch row is one sequence, rows stand at their position ids, ids are recorded there, and rows
+    whose next token another process has are declared to have no score here."""
+    driver, host = HostDriver(model), find_host(model, mesh={"cp": (0, 2)})
+    ids, positions = make_ids(1, 4), torch.tensor([[0, 1, 6, 7]])
+    forward = host.begin_forward((ids,), {"position_ids": positions, "use_cache": False}, driver.registry)
+    assert isinstance(forward, Forward)
+    assert forward.rows.position_N.tolist() == [0, 1, 6, 7]
+    assert driver.registry.look_up(forward.rows.sequence_N, forward.rows.position_N)[0].tolist() == ids[0].tolist()
+    declared = list(host.not_computed())
+    assert [(entry.positions, entry.boundaries) for entry in declared] == [(((1, 2), (7, 8)), ("scorer.logprobs",))]
+
+
+def test_context_parallel_calls_without_positions_are_refused(model: Any) -> None:
+    """Under a ``cp`` axis a call that does not say its positions, or has a cache, cannot be labelled and is refused."""
+    driver, host = HostDriver(model), find_host(model, mesh={"cp": (0, 2)})
+    with pytest.raises(HostError, match="position_ids") as caught:
+        host.begin_forward((make_ids(1, 4),), {}, driver.registry)
     assert caught.value.code is Code.HOST_UNSUPPORTED
-    assert caught.value.remedy
-    driver = HostDriver(model)
-    find_host(model, mesh={"dp": (1, 2)}).begin_forward((make_ids(1, 2),), {}, driver.registry)
-    assert driver.registry[0].scope == "dp=1"
+
+
+def test_leaves_with_a_part_of_the_sequence_have_those_rows(model: Any) -> None:
+    """Under sequence parallelism a leaf with this process's part of the tokens is labelled with them; any other number of
+    rows stays unexplained."""
+    driver, host = HostDriver(model), find_host(model, mesh={"tp": (1, 2)})
+    forward = host.begin_forward((make_ids(2, 5),), {}, driver.registry)
+    assert isinstance(forward, Forward)
+    rows = host.leaf_rows(forward, Source("layers.0.attn.norm", "model.layers.0.input_layernorm"), (2, 2))
+    assert rows is not None
+    assert rows.position_N.tolist() == [3, 4, 3, 4]
+    assert rows is host.leaf_rows(forward, Source("embedding", "model.layers.0"), (2, 2))
+    assert host.leaf_rows(forward, Source("embedding", "model.layers.0"), (2, 4)) is None
 
 
 def test_unknown_tap_is_refused(model: Any) -> None:
@@ -501,7 +532,7 @@ def test_data_parallel_processes_have_a_scope_and_their_part_of_the_weights() ->
     assert (host.mesh().rank, host.mesh().world_size) == (1, 2)
     driver = HostDriver(model)
     host.begin_forward((make_ids(1, 2),), {}, driver.registry)
-    assert driver.registry[0].scope == "dp=1"
+    assert driver.registry[0].scope == "fsdp=1"
     held = {entry.parameter: entry for entry in host.parameters()}["model.layers.0.mlp.up_proj.weight"]
     assert held.shape == (128, 64)
     assert held.spans == (((64, 128),), ())
@@ -510,11 +541,15 @@ def test_data_parallel_processes_have_a_scope_and_their_part_of_the_weights() ->
 
 
 @pytest.mark.usefixtures("second_of_two")
-@pytest.mark.parametrize("axis", ["tp", "ep"])
-def test_sharded_computation_is_refused(axis: str) -> None:
-    """A parameter sharded over an axis that cuts the computation refuses the model, naming parameter and axis."""
+def test_a_weight_gathered_since_shows_the_part_it_showed_first() -> None:
+    """FSDP may hold the whole of a parameter when the trace ends: what is fingerprinted then is the part it had at the start."""
     model = make_model("qwen3")
-    shard_parameter(model, axis, "model.layers.0.mlp.up_proj", "weight")
-    with pytest.raises(HostError, match=rf"up_proj\.weight is sharded over {axis}=2") as caught:
-        find_host(model)
-    assert caught.value.code is Code.HOST_UNSUPPORTED
+    shard_parameter(model, "fsdp", "model.layers.0.mlp.up_proj", "weight")
+    host, name = find_host(model), "model.layers.0.mlp.up_proj.weight"
+    before = {entry.parameter: entry for entry in host.parameters()}[name]
+    model.model.layers[0].mlp.up_proj.weight = make_model("qwen3").model.layers[0].mlp.up_proj.weight
+    after = {entry.parameter: entry for entry in host.parameters()}[name]
+    assert after.spans == before.spans == (((64, 128),), ())
+    assert after.tensor is not None
+    assert before.tensor is not None
+    assert torch.equal(after.tensor, before.tensor)

@@ -1,7 +1,8 @@
-"""The transformers host: any causal language model of the library, plain or wrapped, in one process.
+"""The transformers host: any causal language model of the library, plain, wrapped or sharded over processes.
 
 Works with 5.16 to 5.24. What a call says about its rows is read in ``transformers_inputs``, sequences are followed through
-caches in ``transformers_sequences``, what happens between modules is seen by ``transformers_taps``.
+caches in ``transformers_sequences``, what happens between modules is seen by ``transformers_taps``; where columns lie under
+tensor parallelism is known by ``transformers_placement``, where this process stands by ``torch_sharding``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -17,9 +18,11 @@ import numpy.typing as npt
 import torch
 
 from tracer.errors import Code, HostError, MapError
-from tracer.format.schema import Axis, NotComputed, Span
+from tracer.format.schema import NotComputed, Span
+from tracer.hosts.torch_sharding import chunk, data_axes, find_mesh, held_spans
 from tracer.hosts.transformers_conditions import model_conditions
 from tracer.hosts.transformers_inputs import InputReader, logit_rows
+from tracer.hosts.transformers_placement import Placer, attention_columns
 from tracer.hosts.transformers_sequences import CacheHistory, Labelled, SequenceTracker
 from tracer.hosts.transformers_taps import ATTENTION, GENERATE, CacheWatch, cache_length
 from tracer.record.boundaries import Source
@@ -32,9 +35,6 @@ BoolArray = npt.NDArray[np.bool_]
 
 _WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
 """Where torch.compile, FSDP1, checkpoint_wrapper and DDP keep what they wrap."""
-
-_DATA_AXES = {"dp", "ddp", "fsdp", "dp_replicate", "dp_shard", "efsdp"}
-"""Mesh axes whose processes run whole sequences of their own."""
 
 _CACHE_NAMES = ("cache", "past_key_values")
 
@@ -68,6 +68,8 @@ class _State:
     logit_rows: Rows | None
     """Rows of the logits, None where all rows have some."""
     kept_BS: BoolArray
+    split_rows: dict[tuple[int, ...], Rows]
+    """Rows of leaves that hold a part of the sequence axis, by the sizes of their row axes."""
 
 
 class TransformersHost:
@@ -80,12 +82,13 @@ class TransformersHost:
         self._outer = model
         self._model = cast("Any", _unwrap(model))
         self._modules, self._wrappers = _walk(model)
-        _refuse_sharded(self._model, self._modules)
-        self._mesh = mesh or _process_mesh()
-        if any(axis.size > 1 and axis.name not in _DATA_AXES for axis in self._mesh.axes):
-            raise _unsupported("the mesh given has an axis that shards the model", str([axis.name for axis in self._mesh.axes]))
-        scope = ",".join(f"{axis.name}={axis.index}" for axis in self._mesh.axes if axis.size > 1 and axis.name in _DATA_AXES)
+        self._mesh = mesh or find_mesh(self._model, _library_meshes(self._model))
+        data = data_axes(self._model)
+        scope = ",".join(f"{axis.name}={axis.index}" for axis in self._mesh.axes if axis.size > 1 and axis.name in data - {"efsdp"})
         self._tracker = SequenceTracker(scope)
+        self._whole_sequences = all(axis.size == 1 for axis in self._mesh.axes if axis.name == "cp")
+        self._placer = Placer(self._model.config.get_text_config(), self._mesh, self._modules, data)
+        self._parts: dict[str, tuple[tuple[Span, ...], ...]] = {}
         self._caches = CacheWatch()
         self._inputs = InputReader(self._model)
         self._signature = inspect.signature(type(self._model).forward)
@@ -119,7 +122,20 @@ class TransformersHost:
             named = [(False, *item) for item in module._parameters.items()] + [(True, *item) for item in module._buffers.items()]
             for buffer, name, tensor in named:
                 if tensor is not None:
-                    yield _host_parameter(f"{path}.{name}" if path else name, tensor, buffer, path in flattened)
+                    parameter = _host_parameter(f"{path}.{name}" if path else name, tensor, buffer, path in flattened)
+                    if parameter.tensor is None or parameter.tensor.numel() or not tensor.numel():
+                        yield self._same_part(parameter)
+
+    def _same_part(self, parameter: HostParameter) -> HostParameter:
+        """The part that was shown the first time, where FSDP has gathered the whole since and not let it go yet."""
+        spans = self._parts.setdefault(parameter.parameter, parameter.spans)
+        if any(parameter.spans) or not any(spans) or parameter.tensor is None:
+            return parameter
+        tensor = parameter.tensor
+        for dim, held in enumerate(spans):
+            if held:
+                tensor = torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in held], dim)
+        return replace(parameter, tensor=tensor, spans=spans)
 
     def conditions(self) -> dict[str, Any]:
         return model_conditions(self._model, self._modules, _class_name(self._model))
@@ -157,7 +173,13 @@ class TransformersHost:
         if history is None and past == 0 and cache is not None:
             history = CacheHistory.empty(batch)
         call, position_N = self._inputs.read(self._forwards, given, cache, (batch, columns, past), sequences)
-        labelled = self._tracker.label(call, history, sequences)
+        if self._whole_sequences:
+            labelled = self._tracker.label(call, history, sequences)
+        elif past or not call.positions_given:
+            found = "a cache" if past else "none given"
+            raise _unsupported("under context parallelism only position_ids say which tokens these are", found)
+        else:
+            labelled = self._tracker.label_by_position(call, sequences)
         self._registry = sequences
         self._forwards += 1
         self._past = past
@@ -167,7 +189,7 @@ class TransformersHost:
             ids_N=None if call.ids_BS is None else call.ids_BS.reshape(-1),
             inputs={"input.positions": position_N, "input.visible_from": labelled.visible_from_N},
             skipped=labelled.skipped,
-            state=_State(labelled, cache, rows_with_logits, kept_BS),
+            state=_State(labelled, cache, rows_with_logits, kept_BS, {}),
         )
 
     def finish_forward(self, forward: Forward, output: Any) -> None:
@@ -182,23 +204,27 @@ class TransformersHost:
         count = int(np.prod(row_shape))
         logits = source.module in self._logit_modules or (source.module == "" and "logits" in source.leaf)
         rows = state.logit_rows if logits and state.logit_rows is not None else forward.rows
-        return rows if count == len(rows) else None
+        return rows if count == len(rows) else self._split_rows(rows, state, row_shape)
+
+    def _split_rows(self, rows: Rows, state: _State, row_shape: tuple[int, ...]) -> Rows | None:
+        """Rows of a leaf whose sequence axis is cut over an axis of the mesh (sequence parallelism), None for any other."""
+        batch, columns = state.kept_BS.shape
+        for axis in self._mesh.axes if len(row_shape) == 2 and len(rows) == batch * columns else ():
+            start, stop = chunk(columns, axis.size, axis.index)
+            if axis.name in ("tp", "sp") and row_shape == (batch, stop - start):
+                if row_shape not in state.split_rows:
+                    whole = (array.reshape(batch, columns) for array in (rows.sequence_N, rows.position_N))
+                    state.split_rows[row_shape] = Rows(*(array_BS[:, start:stop].reshape(-1) for array_BS in whole))
+                return state.split_rows[row_shape]
+        return None
 
     def placement(self, source: Source, columns: int, leaf: torch.Tensor) -> Placement:
-        return Placement(width=columns)
+        return self._placer.place(source, columns, leaf)
 
     def local_columns(self, boundary: str) -> int | None:
         """Columns of q, k and v, for models that project them in one piece."""
-        config = self._model.config.get_text_config()
-        heads = getattr(config, "num_attention_heads", None)
-        if heads is None:
-            return None
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        if boundary.endswith(".attn.q"):
-            return int(heads * size)
-        if boundary.endswith((".attn.k", ".attn.v")):
-            return int((getattr(config, "num_key_value_heads", None) or heads) * size)
-        return None
+        name = boundary.rpartition(".attn.")[2]
+        return attention_columns(self._model.config.get_text_config(), f"attn.{name}") if name in ("q", "k", "v") else None
 
     @contextlib.contextmanager
     def taps(self, sources: Iterable[Source], sink: TapSink) -> Iterator[None]:
@@ -307,36 +333,17 @@ def _unsupported(what: str, found: str) -> HostError:
         Code.HOST_UNSUPPORTED,
         f"the transformers host cannot record this run: {what}",
         found=found,
-        remedy="sharded models and continuous batching are not supported yet; run the model in one process, or data-parallel only",
+        remedy="run whole batches through the model itself, with position_ids and without a cache under context parallelism",
     )
 
 
-def _refuse_sharded(model: torch.nn.Module, modules: Mapping[str, torch.nn.Module]) -> None:
-    """Raise HostError (host-unsupported) where this process computes only a part of the model."""
-    if any(type(module).__name__ == "PipelineIdentityLayer" for module in modules.values()):
-        raise _unsupported("its layers are spread over pipeline stages", "PipelineIdentityLayer")
-    for name, parameter in model.named_parameters():
-        mesh = getattr(parameter, "device_mesh", None)
-        if mesh is None:
-            continue
-        names = mesh.mesh_dim_names or ("fsdp",)
-        cut = [
-            f"{axis}={mesh.size(i)}"
-            for i, (axis, placement) in enumerate(zip(names, parameter.placements, strict=True))  # type: ignore[attr-defined]
-            if axis not in _DATA_AXES and mesh.size(i) > 1 and not placement.is_replicate()
-        ]
-        if cut:
-            raise _unsupported(f"parameter {name} is sharded over {', '.join(cut)}", str(parameter.placements))  # type: ignore[attr-defined]
-    if (getattr(model, "_tp_size", None) or 1) > 1:
-        raise _unsupported("the model is tensor-parallel", f"tp={model._tp_size}")
-
-
-def _process_mesh() -> Mesh:
-    """Every process of a process group runs whole sequences of its own: one data-parallel axis."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()) or torch.distributed.get_world_size() == 1:
-        return Mesh()
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return Mesh(rank=rank, world_size=size, axes=(Axis(name="dp", index=rank, size=size),))
+def _library_meshes(model: Any) -> list[Any]:
+    """The device meshes the library laid the model out on: one for the dense parts, one for experts."""
+    meshes = [getattr(model, "_device_mesh", None)]
+    manager = getattr(model, "_mesh_manager", None)
+    if manager is not None:
+        meshes += [manager.get_mesh(name) for name in ("tp", "ep")]
+    return [mesh for mesh in meshes if mesh is not None]
 
 
 def _host_parameter(name: str, tensor: torch.Tensor, buffer: bool, flattened: bool) -> HostParameter:
@@ -347,24 +354,11 @@ def _host_parameter(name: str, tensor: torch.Tensor, buffer: bool, flattened: bo
         return HostParameter(name, None, shape, buffer=buffer, unknown="offloaded: its values are not in memory")
     held: Any = tensor.detach()
     if hasattr(held, "placements"):
-        spans, unknown = _held_spans(held)
+        spans, unknown = held_spans(held)
         return HostParameter(name, None if unknown else held.to_local(), shape, spans, buffer, unknown)
     if type(held) not in (torch.Tensor, torch.nn.Parameter):
         return HostParameter(name, None, shape, buffer=buffer, unknown=f"stored as {type(held).__name__}")
     return HostParameter(name, held, shape, buffer=buffer)
-
-
-def _held_spans(tensor: Any) -> tuple[tuple[tuple[Span, ...], ...], str]:
-    """Spans per dimension that this process holds of a DTensor; a reason where they cannot be told."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    if any(type(placement) not in (Replicate, Shard) for placement in tensor.placements):
-        return (), f"placed as {tensor.placements}"
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(
-        () if size == whole else ((offset, offset + size),) for size, offset, whole in zip(sizes, offsets, tensor.shape, strict=True)
-    ), ""
 
 
 def _cache_of(output: Any) -> Any:

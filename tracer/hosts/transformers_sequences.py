@@ -28,6 +28,7 @@ __all__ = ["CacheHistory", "Call", "Labelled", "SequenceTracker", "first_visible
 
 BoolArray = npt.NDArray[np.bool_]
 
+SCORE_BOUNDARIES = ("scorer.logprobs",)
 LOGIT_BOUNDARIES = ("lm_head.raw", "lm_head", "scorer.logprobs")
 """What is not computed for a row whose logits nobody asked for."""
 
@@ -201,6 +202,7 @@ class SequenceTracker:
         self.scope = scope
         self._documents: list[_Document] = []
         self._sampled: dict[_Document, _Sampled] = {}
+        self._next_elsewhere: dict[str, IntArray] = {}
 
     def label(self, call: Call, history: CacheHistory | None, registry: SequenceRegistry) -> Labelled:
         """Label every row of a call. ``history`` is the cache's, None without a cache or for a cache never seen; it is
@@ -232,6 +234,24 @@ class SequenceTracker:
             after,
         )
 
+    def label_by_position(self, call: Call, registry: SequenceRegistry) -> Labelled:
+        """Label a call that holds some tokens of every sequence, in any order (context parallelism): one sequence per batch
+        row, and every row is where its position id says. Nothing is cached, all earlier tokens are taken for visible."""
+        batch, columns = call.token_BS.shape
+        sequence_BS = np.full((batch, columns), -1, np.int64)
+        for b, name in enumerate(registry.take_requests(batch)):
+            label = f"f{call.number}.r{b}.d0"
+            place = f"{call.number}/{b}"
+            sequence_BS[b, call.token_BS[b]] = registry.open(label, request=name, scope=self.scope, salt=call.salt, row=place)
+            held_T = call.position_BS[b, call.token_BS[b]]
+            self._next_elsewhere[label] = np.sort(held_T[~np.isin(held_T + 1, held_T)])
+        rows = Rows(sequence_BS.reshape(-1), np.where(call.token_BS, call.position_BS, 0).reshape(-1))
+        if call.ids_BS is not None:
+            registry.record_rows(rows, call.ids_BS)
+        padding = int((~call.token_BS).sum())
+        skipped = {"padding": padding} if padding else {}
+        return Labelled(rows, np.zeros(batch * columns, np.int64), skipped, (), CacheHistory.empty(batch))
+
     def note_logits(self, labelled: Labelled, kept_BS: BoolArray) -> None:
         """The call computed logits for the columns in ``kept_BS`` only."""
         for segment in labelled.segments:
@@ -258,6 +278,14 @@ class SequenceTracker:
                 yield NotComputed(
                     sequence=document.label, scope=self.scope, positions=spans, boundaries=LOGIT_BOUNDARIES, reason="logits not requested"
                 )
+        for label, position_T in self._next_elsewhere.items():
+            yield NotComputed(
+                sequence=label,
+                scope=self.scope,
+                positions=tuple((position, position + 1) for position in position_T.tolist()),
+                boundaries=SCORE_BOUNDARIES,
+                reason="the next token lies on another context-parallel process",
+            )
         for document, sampled in self._sampled.items():
             span = (sampled.position, sampled.position + 1)
             yield NotComputed(sequence=document.label, scope=self.scope, positions=(span,), reason="last sampled token")

@@ -25,6 +25,7 @@ from tracer.format.store_read import Segment, Shard
 from tracer.read.catalogue import later_use, merge_catalogue, vacuous_findings, with_later_uses
 from tracer.read.findings import Finding, FindingCode, Kind
 from tracer.read.gathering import clashes, gather
+from tracer.read.joined_scores import join_scores
 from tracer.read.joined_weights import join_weights, weight_rows_loader
 from tracer.read.joining import Join, make_join, take
 from tracer.read.load import Progress, TraceFiles, load_trace
@@ -79,6 +80,7 @@ def stitch(files: TraceFiles) -> LogicalTrace:
         if info.name in uses:
             joined = joiner.join(info, uses[info.name], info.name.partition("#")[0] in following)
             if joined is not None:
+                joined = join_scores(joined) if info.rows is RowScope.NEXT else joined
                 boundaries[info.name] = joined
                 catalogue[index] = joined.info
             about += joiner.taken_findings()

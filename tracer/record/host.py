@@ -103,12 +103,14 @@ class Placement:
 
     ``width``: columns of the whole row. ``spans``: logical columns held, in local column order; empty
     means all of them. Local columns beyond the spans are padding (vocabulary padding) and are dropped.
-    ``partial``: mesh axis over which the values are partial sums, else empty.
+    ``partial``: mesh axis over which the values are partial sums, else empty. ``axis``: the mesh axis that cuts the
+    columns, one part per coordinate in order; empty where none does, or it takes more than its name to tell.
     """
 
     width: int
     spans: tuple[Span, ...] = ()
     partial: str = ""
+    axis: str = ""
 
 
 @dataclass(frozen=True)

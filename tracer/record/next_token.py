@@ -3,7 +3,8 @@
 Row t is the log softmax of the logits at t, taken at token t + 1, in float32, over all columns. Tokens known already
 (prefill, training) are scored at once; the last row of a sequence waits, as a copy, until the next call (chunk, decode
 step) tells its next token. Rows never mix: a block of rows is normalised row by row, so batch, padding and packing
-leave every bit alone.
+leave every bit alone. Where the columns are cut over processes, what comes out is this process's share of each score
+(``tracer.format.score_shares``), with a normaliser of its own columns only: stitching makes the score of all shares.
 
 Shape suffixes: N rows of one call, V columns of the vocabulary.
 """
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tracer.format.schema import Span
+from tracer.format.score_shares import pack_shares
 from tracer.record.host import IntArray, Rows
 from tracer.record.tokens import SequenceRegistry
 
@@ -28,7 +31,8 @@ _WAITING_BYTES = 512 << 20
 
 @dataclass(frozen=True, eq=False)
 class ScoredRows:
-    """Scores ready to be recorded, all of one forward. ``score_N``: float32 (N,) on the logits' device."""
+    """Scores ready to be recorded, all of one forward. ``score_N``: float32 (N,) on the logits' device; or, where
+    columns are cut over processes, this process's shares of them, int64 (N, 2)."""
 
     score_N: torch.Tensor
     sequence_N: IntArray
@@ -49,14 +53,16 @@ class NextTokenScores:
         self._registry = registry
         self._waiting: OrderedDict[tuple[int, int], _Waiting] = OrderedDict()
         self._waiting_bytes = 0
+        self._span: Span | None = None
         self.dropped = 0
         """Rows given up because too many waited for a token that did not come."""
 
-    def score(self, logits_NV: torch.Tensor, rows: Rows, forward: int) -> ScoredRows | None:
+    def score(self, logits_NV: torch.Tensor, rows: Rows, forward: int, span: Span | None = None) -> ScoredRows | None:
         """Scores of the rows whose next token is known; the last row of each sequence may wait for its own.
 
-        ``logits_NV``: plain, any float dtype, read before this returns. None where not even the ids of these rows are
-        known in this process."""
+        ``logits_NV``: plain, any float dtype, read before this returns. ``span``: the columns of the vocabulary they are, None
+        for all; the same at every call. None where not even the ids of these rows are known in this process."""
+        self._span = span
         kept_N = np.flatnonzero(rows.sequence_N >= 0)
         sequence_N, position_N = rows.sequence_N[kept_N], rows.position_N[kept_N]
         id_N, known_N = self._registry.look_up(sequence_N, position_N + 1)
@@ -72,7 +78,7 @@ class NextTokenScores:
                 last[sequence] = n
         for sequence, n in last.items():
             self._keep((sequence, int(position_N[n])), _Waiting(logits_NV[int(kept_N[n])].clone(), forward))
-        score_N = score_rows(logits_NV, kept_N[ready_N], id_N[ready_N])
+        score_N = score_rows(logits_NV, kept_N[ready_N], id_N[ready_N], span)
         return ScoredRows(score_N, sequence_N[ready_N], position_N[ready_N], forward)
 
     def score_waiting(self) -> list[ScoredRows]:
@@ -87,7 +93,7 @@ class NextTokenScores:
         scored = []
         for forward, chosen in by_forward.items():
             logits_NV = torch.stack([self._take((int(place_N2[n, 0]), int(place_N2[n, 1]))).logits_V for n in chosen])
-            score_N = score_rows(logits_NV, np.arange(len(chosen)), id_N[chosen])
+            score_N = score_rows(logits_NV, np.arange(len(chosen)), id_N[chosen], self._span)
             scored.append(ScoredRows(score_N, place_N2[chosen, 0], place_N2[chosen, 1], forward))
         return scored
 
@@ -106,8 +112,12 @@ class NextTokenScores:
         return waiting
 
 
-def score_rows(logits_NV: torch.Tensor, row_M: IntArray, id_M: IntArray) -> torch.Tensor:
-    """float32 (M,): log softmax of row ``row_M[m]`` at column ``id_M[m]``. An id outside the vocabulary scores NaN."""
+def score_rows(logits_NV: torch.Tensor, row_M: IntArray, id_M: IntArray, span: Span | None = None) -> torch.Tensor:
+    """float32 (M,): log softmax of row ``row_M[m]`` at column ``id_M[m]``. An id outside the vocabulary scores NaN.
+
+    ``span``: the columns are only these of the vocabulary; then the shares of the scores, int64 (M, 2)."""
+    if span is not None:
+        return _share_rows(logits_NV, row_M, id_M, span)
     columns = logits_NV.shape[1]
     score_M = torch.empty(len(row_M), dtype=torch.float32, device=logits_NV.device)
     block = max(1, _BLOCK_BYTES // max(4 * columns, 1))
@@ -124,3 +134,20 @@ def score_rows(logits_NV: torch.Tensor, row_M: IntArray, id_M: IntArray) -> torc
     if outside_M.any():
         score_M[torch.from_numpy(outside_M).to(logits_NV.device)] = float("nan")
     return score_M
+
+
+def _share_rows(logits_NV: torch.Tensor, row_M: IntArray, id_M: IntArray, span: Span) -> torch.Tensor:
+    """int64 (M, 2) on the host: this process's share of every score, as ``pack_shares`` lays it out."""
+    block = max(1, _BLOCK_BYTES // max(4 * logits_NV.shape[1], 1))
+    held_M = (id_M >= span[0]) & (id_M < span[1])
+    index_M = torch.from_numpy(np.where(held_M, id_M - span[0], 0)).to(logits_NV.device)
+    place_M = torch.from_numpy(np.ascontiguousarray(row_M)).to(logits_NV.device)
+    parts = []
+    for start in range(0, len(row_M), block):
+        rows = logits_NV.index_select(0, place_M[start : start + block]).to(torch.float32)
+        largest = rows.amax(dim=1)
+        shifted = rows - torch.where(largest.isinf(), 0.0, largest)[:, None]
+        logit = rows.gather(1, index_M[start : start + block, None])[:, 0]
+        parts.append(torch.stack([largest, shifted.exp().sum(dim=1), logit], dim=1))
+    share_M3 = torch.cat(parts).cpu().numpy() if parts else np.zeros((0, 3), np.float32)
+    return torch.from_numpy(pack_shares(share_M3[:, 0], share_M3[:, 1], share_M3[:, 2], held_M))

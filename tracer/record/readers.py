@@ -74,7 +74,7 @@ class SourceReader:
         if parts > 1:
             width = placement.width
             spans = tuple((part * width + start, part * width + stop) for start, stop in placement.spans or ((0, width),))
-            placement = Placement(width * parts, spans, placement.partial)
+            placement = Placement(width * parts, spans, placement.partial, placement.axis)
         return rows_NC, placement
 
 

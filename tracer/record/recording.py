@@ -19,7 +19,8 @@ import torch
 
 from tracer.errors import CaptureError, Code, MapError, TracerError, UsageError
 from tracer.format.fingerprint import fingerprint_rows
-from tracer.format.schema import Boundary, BoundaryStatus, Counts, NotComputed, Note, RowScope, Skipped
+from tracer.format.schema import NARROW_INTEGER_COLUMNS, Axis, Boundary, BoundaryStatus, Counts, NotComputed, Note, RowScope, Skipped
+from tracer.format.score_shares import SHARE_COLUMNS
 from tracer.format.store import RowSet
 from tracer.record.boundaries import Plan
 from tracer.record.fingerprint_tensors import PendingFingerprints, fingerprint_tensor
@@ -74,6 +75,8 @@ class Recorder:
         self._scored = next((source.boundary for source in plan.sources if source.derived == "logprobs"), "")
         self._scores = NextTokenScores(registry)
         self._held: list[Observation] = []
+        self._score_slice: Axis | None = None
+        """The axis that cuts the logits, where scores are recorded in shares."""
         self._taps: dict[tuple[str, str], Watch] = {}
         for reader in self.readers:
             if reader.source.tap:
@@ -303,22 +306,35 @@ class Recorder:
         tally = self.tallies[self._scored]
         if tally.by_hand:
             return
-        if placement.partial or placement.spans not in ((), ((0, placement.width),)):
-            tally.unavailable["columns are sharded"] += 1
+        whole = placement.spans in ((), ((0, placement.width),))
+        self._score_slice = None if whole else self._host.mesh().axis(placement.axis)
+        if placement.partial or (not whole and not self._shareable(placement)):
+            tally.unavailable["columns are sharded in a way that no share of a score can be taken of"] += 1
             return
-        scored = self._scores.score(logits_NV, rows, record.number)
+        scored = self._scores.score(logits_NV, rows, record.number, None if whole else placement.spans[0])
         if scored is None:
             tally.unavailable["token ids are not known in this process"] += 1
         else:
             self._hold_scores(scored, executions=1)
+
+    def _shareable(self, placement: Placement) -> bool:
+        """Whether the columns are one run of a row that the processes along one axis cut, few enough to keep raw shares."""
+        axis = self._score_slice
+        return axis is not None and len(placement.spans) == 1 and SHARE_COLUMNS * axis.size <= NARROW_INTEGER_COLUMNS
 
     def _hold_scores(self, scored: ScoredRows, executions: int) -> None:
         """Fingerprint scores; they go out with the next forward, unless the user records them by hand until then."""
         keep: Any = slice(None) if self._wanted is None else np.flatnonzero(self._wanted(scored.position_N))
         rows = RowSet(scored.sequence_N[keep], scored.position_N[keep], scored.forward)
         score_N = scored.score_N if self._wanted is None else scored.score_N[torch.from_numpy(keep).to(scored.score_N.device)]
-        fingerprints = fingerprint_tensor(score_N[:, None], width=1)
-        self._held.append(Observation(self._scored, rows, fingerprints, "float32", 1, executions=executions))
+        if self._score_slice is None:
+            fingerprints = fingerprint_tensor(score_N[:, None], width=1)
+            self._held.append(Observation(self._scored, rows, fingerprints, "float32", 1, executions=executions))
+            return
+        width, start = SHARE_COLUMNS * self._score_slice.size, SHARE_COLUMNS * self._score_slice.index
+        spans = ((start, start + SHARE_COLUMNS),)
+        fingerprints = fingerprint_tensor(score_N, width=width, spans=spans)
+        self._held.append(Observation(self._scored, rows, fingerprints, "int64", width, spans, executions=executions))
 
     def _release_scores(self) -> None:
         for observation in self._held:
