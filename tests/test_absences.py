@@ -85,13 +85,12 @@ def test_declared_rows_of_one_boundary_are_information() -> None:
     assert [(finding.code, finding.rows) for finding in found] == [(FindingCode.ROWS_NOT_COMPUTED, 1), (FindingCode.ROWS_UNMATCHED, 1)]
 
 
-def test_sampled_rows_with_nothing_in_common_are_an_absence() -> None:
-    """Rows that are computed only where needed excuse some missing rows, never all of them."""
-    a, b = Side(), Side()
-    everything = [*(f"s0:{at}" for at in range(7)), *(f"s1:{at}" for at in range(5))]
-    a.drop_rows(*everything[:6], boundary="lm_head")
-    b.drop_rows(*everything[6:], boundary="lm_head")
-    assert {finding.code for finding in rows_of(a, b, "lm_head")} == {FindingCode.ROWS_UNMATCHED}
+def test_logits_missing_without_a_declaration_are_an_absence() -> None:
+    """That logits are computed only where needed excuses no row: the host must declare which it left out."""
+    b = Side()
+    b.drop_rows("s0:2", "s0:3", boundary="lm_head")
+    (found,) = rows_of(Side(), b, "lm_head")
+    assert (found.code, found.rows) == (FindingCode.ROWS_UNMATCHED, 2)
 
 
 def test_tokens_that_part_match_and_are_missing_are_told_apart() -> None:

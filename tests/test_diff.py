@@ -350,8 +350,10 @@ def test_s71_with_scores_of_the_last_token() -> None:
 
 
 def test_sampled_logits_are_no_absence() -> None:
-    """Rows that a host computes only where logits are needed are counted, not missing."""
+    """Rows that a host declares it computed no logits for are counted, not missing."""
     b = Side()
+    left_out = {"lm_head": [("s0", at) for at in range(6)], "scorer.logprobs": [("s0", at) for at in range(1, 7)]}
+    b.declared = {"logits not requested": left_out}
     b.drop_rows(*(f"s0:{at}" for at in range(6)), boundary="lm_head")
     b.drop_rows(*(f"s0:{at}" for at in range(1, 7)), boundary="scorer.logprobs")
     result = diff_traces(Side().trace(), b.trace())

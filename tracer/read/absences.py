@@ -96,9 +96,6 @@ def missing_rows(judged: Judged, a: LogicalTrace, b: LogicalTrace, pairing: Pair
             hit = left & np.isin(own.tokens.key_K[token], keys)
             findings += _not_computed(judged, lacking, reason, int(hit.sum()))
             left &= ~hit
-        if info.rows in (RowScope.SAMPLED, RowScope.NEXT) and len(comparison):
-            findings += _not_computed(judged, lacking, "logits not requested", int(left.sum()))
-            left[:] = False
         if left.any():
             findings.append(_unmatched(judged, own, lacking, boundary.expert_R, rows[left], token[left]))
     return replace(judged, findings=(*judged.findings, *findings))
