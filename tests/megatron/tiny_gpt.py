@@ -127,7 +127,8 @@ def random_hf_weights(*, moe: bool = False, groups: int = HEADS, qk_norm: bool =
     draw = torch.Generator().manual_seed(5)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=draw) / shape[-1] ** 0.5
+        drawn: torch.Tensor = torch.randn(*shape, generator=draw) / shape[-1] ** 0.5
+        return drawn
 
     def gain(size: int) -> torch.Tensor:
         return 1 + 0.1 * torch.randn(size, generator=draw)
