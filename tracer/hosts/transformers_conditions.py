@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["model_conditions", "module_attributes"]
+__all__ = ["model_conditions", "module_attributes", "plain_json"]
 
 _SHAPES = {"in_features", "out_features", "num_embeddings", "embedding_dim", "padding_idx", "normalized_shape", "nf", "nx"}
 """Attributes that the weights tell already."""
@@ -33,15 +33,15 @@ def model_conditions(model: Any, modules: Mapping[str, torch.nn.Module], class_n
     return {
         "transformers": transformers.__version__,
         "model_class": class_name,
-        "config": _plain({name: value for name, value in config.to_dict().items() if name not in _NO_CONFIG}),
+        "config": plain_json({name: value for name, value in config.to_dict().items() if name not in _NO_CONFIG}),
         "parameter_dtypes": _dtypes(model.named_parameters()),
         "buffer_dtypes": _dtypes(model.named_buffers()),
         "attention": text._attn_implementation or "unknown",
         "experts": getattr(text, "_experts_implementation", None) or "none",
         "mode": _mode(modules),
         "dropout": _dropout(modules),
-        "quantization": _plain(quantization.to_dict() if hasattr(quantization, "to_dict") else quantization),
-        "use_cache": _plain(getattr(text, "use_cache", "unknown")),
+        "quantization": plain_json(quantization.to_dict() if hasattr(quantization, "to_dict") else quantization),
+        "use_cache": plain_json(getattr(text, "use_cache", "unknown")),
         "gradient_checkpointing": any(getattr(module, "gradient_checkpointing", False) for module in modules.values()),
         "attributes": module_attributes(modules),
     }
@@ -58,7 +58,7 @@ def module_attributes(modules: Mapping[str, torch.nn.Module]) -> dict[str, Any]:
             if name.startswith("_") or name in _PLACES or name in _SHAPES or not isinstance(value, bool | int | float | str | None):
                 continue
             place = f"{path}.{name}" if path else name
-            found[_INDEX.sub("*", place)][place] = _plain(value)
+            found[_INDEX.sub("*", place)][place] = plain_json(value)
     attributes: dict[str, Any] = {}
     for pattern, values in sorted(found.items()):
         distinct = {repr(value): value for value in values.values()}
@@ -97,16 +97,16 @@ def _dtypes(tensors: Any) -> dict[str, int]:
     return dict(sorted(Counter(str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors).items()))
 
 
-def _plain(value: Any) -> Any:
+def plain_json(value: Any) -> Any:
     """``value`` as JSON can hold it; what has no such form becomes text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain_json(item) for item in value]
     if isinstance(value, set | frozenset):
         return sorted(str(item) for item in value)
     return str(value).removeprefix("torch.")

@@ -5,7 +5,8 @@ Keys and their meaning are in ``map_entries``, refusals in ``map_checks``. Files
 family) or anywhere, by path; ``docs/reference/boundary-maps.md`` is the user's page for every key.
 
 How files combine: ``extends`` names one or several bases; the files are merged base first, each file once.
-Boundaries merge key by key inside an entry, a new one says ``after:`` which boundary it comes, ``drop`` removes.
+Boundaries merge key by key inside an entry, a new one says ``after:`` which boundary it comes, ``drop`` removes,
+``drop_hosts`` removes the section of a host that a base serves and this family does not.
 Bindings, weight rules and kind groups replace whole. ``family``, ``about``, ``model_types`` and ``classes`` are
 never inherited. Every boundary of the merged map has a binding in every host section, if only ``not_observable``.
 
@@ -41,6 +42,7 @@ class _Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     model_types: tuple[str, ...] = ()
     before_layers: str = ""
     drop: tuple[str, ...] = ()
+    drop_hosts: tuple[str, ...] = ()
     boundaries: dict[str, Any] = {}
     hosts: dict[str, Any] = {}
 
@@ -198,6 +200,9 @@ def _merge(chain: list[tuple[Path, _Document]]) -> BoundaryMap:
     for file, document in chain:
         before_layers = document.before_layers or before_layers
         _merge_boundaries(file, document, order, boundaries)
+        for host in document.drop_hosts:
+            if hosts.pop(host, None) is None:
+                raise invalid(file, "drop_hosts", "hosts of the base", host)
         for host, raw in document.hosts.items():
             hosts[host] = _merge_host(hosts.get(host, HostBindings()), _host(raw, file, f"hosts.{host}"))
         for name in document.drop:
