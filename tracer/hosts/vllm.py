@@ -118,7 +118,11 @@ class VllmHost:
 
     def parameters(self) -> Iterator[HostParameter]:
         loaded = loaded_weights(self._model)
+        first: dict[torch.nn.Module, str] = {}
         for path, module in self._modules.items():
+            block = first.setdefault(module, path).rpartition(".")[0]
+            if first[module] != path and block and path.startswith(f"{block}."):
+                continue  # a second name inside the same block: mlp.gate is mlp.experts.gate too
             named = [(False, *item) for item in module._parameters.items()] + [(True, *item) for item in module._buffers.items()]
             for buffer, name, tensor in named:
                 if tensor is not None:
@@ -344,14 +348,20 @@ def _runner_of(model: Any) -> Any:
 
 
 def _runner_of_module(module: torch.nn.Module) -> Any:
-    """The runner that runs this very module; looked for among all objects of the process."""
+    """The runner that runs this very module; looked for among all objects of the process, which takes a moment."""
     kinds = tuple(kind for name in _RUNNERS if (kind := getattr(sys.modules.get(name), "GPUModelRunner", None)) is not None)
     if not kinds:
         return None
-    for found in gc.get_objects():
-        if issubclass(type(found), kinds) and hasattr(found, "model") and found.get_model() is module:
-            return found
-    return None
+    frozen = gc.get_freeze_count() > 0  # the engine freezes what it has made, which hides it from the search
+    if frozen:
+        gc.unfreeze()
+    try:
+        candidates = [found for found in gc.get_objects() if issubclass(type(found), kinds)]
+        return next((runner for runner in candidates if hasattr(runner, "model") and runner.get_model() is module), None)
+    finally:
+        if frozen:
+            gc.collect()
+            gc.freeze()
 
 
 def _refuse(runner: Any) -> None:
@@ -372,6 +382,8 @@ def _refuse(runner: Any) -> None:
 
 def _worker_mesh(config: Any) -> Mesh:
     """Pipeline and tensor parallelism of one engine; data-parallel engines are runs of their own."""
+    if config.parallel_config.world_size == 1:
+        return Mesh()
     from vllm.distributed import get_pp_group, get_tp_group
 
     tensor, pipeline = get_tp_group(), get_pp_group()

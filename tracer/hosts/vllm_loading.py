@@ -161,7 +161,7 @@ def _changed(model: torch.nn.Module, before: dict[str, _Loaded]) -> Iterator[tup
             now = host_parameter(path, name, module, tensor, False, "", experts_parallelism(module))
             same = now.tensor is not None and now.tensor.dtype == loaded.dtype and now.shape == loaded.shape
             if not (same and np.array_equal(_row_prints(now).digest_N2, loaded.rows.digest_N2)):
-                yield whole, _Repacked(loaded.dtype, loaded.rows, _memory(tensor), module, _owned(module))
+                yield whole, _Repacked(loaded.dtype, loaded.rows, _memory(tensor), module, {} if tensor.numel() else _owned(module))
 
 
 def _memory(tensor: torch.Tensor) -> _Memory:
@@ -170,7 +170,7 @@ def _memory(tensor: torch.Tensor) -> _Memory:
 
 
 def _owned(module: torch.nn.Module) -> dict[str, Any]:
-    """Everything else that the module holds and that is no plain value: packed weights live there."""
+    """Everything else that the module holds and that is no plain value: weights of which no tensor is left live there."""
     return {name: value for name, value in vars(module).items() if not isinstance(value, bool | int | float | str | dict | None)}
 
 
