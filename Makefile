@@ -3,6 +3,7 @@
 PYTHON ?= python3
 NEWEST := .venv
 OLDEST := .venv-oldest
+VLLM := .venv-vllm
 PYTEST := -m pytest -n 2 -p no:cacheprovider
 PROJECT := -e '.[transformers,dev]'
 
@@ -20,12 +21,12 @@ define environment
 	touch $@
 endef
 
-.PHONY: demo test lint test-newest test-oldest bench clean
+.PHONY: demo test lint test-newest test-oldest test-vllm bench clean
 
 demo: $(NEWEST)/.stamp
 	$(NEWEST)/bin/tracer demo
 
-test: lint test-newest test-oldest
+test: lint test-newest test-oldest test-vllm
 
 lint: $(NEWEST)/.stamp
 	$(NEWEST)/bin/ruff check .
@@ -39,14 +40,37 @@ test-newest: $(NEWEST)/.stamp
 test-oldest: $(OLDEST)/.stamp
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python $(PYTEST) -m host
 
+# The vLLM engine itself, in an environment of its own. Where its wheel does not exist, this says so and passes, but not in CI.
+test-vllm:
+	@if $(PYTHON) -c 'import platform, sys; sys.exit(not (sys.platform == "linux" and platform.machine() == "x86_64"))'; then \
+		$(MAKE) --no-print-directory run-vllm; \
+	elif [ "$$CI" = true ]; then \
+		echo "test-vllm: vLLM for the CPU has a wheel for Linux x86_64 only, and CI must not skip it" >&2; exit 1; \
+	else \
+		echo "test-vllm: skipped: vLLM for the CPU has a wheel for Linux x86_64 only"; \
+	fi
+
+.PHONY: run-vllm
+run-vllm: $(VLLM)/.stamp
+	$(VLLM)/bin/python -m pytest -p no:cacheprovider tests/vllm
+
 bench: $(NEWEST)/.stamp
 	$(NEWEST)/bin/python tools/bench_overhead.py
 
 clean:
-	rm -rf $(NEWEST) $(OLDEST) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(NEWEST) $(OLDEST) $(VLLM) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(NEWEST)/.stamp: pyproject.toml constraints/common.txt constraints/newest.txt
 	$(call environment,$(NEWEST),newest)
 
 $(OLDEST)/.stamp: pyproject.toml constraints/common.txt constraints/oldest.txt
 	$(call environment,$(OLDEST),oldest)
+
+# Every pin is in the file, so nothing is resolved; the package goes in as it lies here.
+$(VLLM)/.stamp: pyproject.toml constraints/vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	@echo "installing vLLM into $(VLLM) (2 GB, a few minutes)"
+	@for try in 1 2 3; do \
+		$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints/vllm.txt && break; \
+		if [ $$try = 3 ]; then echo "pip failed three times; see above" >&2; exit 1; fi; sleep 5; done
+	touch $@

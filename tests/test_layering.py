@@ -29,6 +29,8 @@ LAYERS: dict[str, set[str]] = {
 DOORS = {
     ("record/capture.py", "tracer.hosts"),  # the registry that loads a host on demand; never a framework's file
     ("record/capture.py", "tracer"),  # its version
+    ("record/remote.py", "tracer.errors"),  # by name: which class of error another process raised
+    ("hosts/vllm_extension.py", "tracer"),  # its version
 }
 """Imports against the table that are wanted: (module, what it imports)."""
 
@@ -37,7 +39,7 @@ PACKAGES: dict[str, set[str]] = {
     "errors": set(),
     "format": NUMERIC,
     "record": NUMERIC | {"torch", "yaml", "einops"},
-    "hosts": NUMERIC | {"torch", "einops", "transformers"},
+    "hosts": NUMERIC | {"torch", "einops", "transformers", "vllm"},
     "read": NUMERIC,
     "scores": NUMERIC,
     "sessions": NUMERIC,
@@ -49,6 +51,8 @@ PACKAGES: dict[str, set[str]] = {
 """Layer -> packages outside the standard library it may import. Reading layers have no torch in theirs."""
 
 FRAMEWORKS = ("transformers", "vllm", "megatron", "sglang")
+FACADE_NAMES = {"vllm_options", "tracer.hosts.vllm_driver"}
+"""What the facade exports of a host, and where from."""
 FORBIDDEN_MODULE_NAMES = {"bisect", "trace", "types", "token", "json", "copy", "utils", "misc", "common", "helpers"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -122,7 +126,8 @@ def test_core_names_no_framework(path: Path) -> None:
     names = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose]
     names += [node.id for node in nodes if isinstance(node, ast.Name)]
     names += [node.attr for node in nodes if isinstance(node, ast.Attribute)]
-    assert [name for name in names if any(framework in name.lower() for framework in FRAMEWORKS)] == []
+    named = {name for name in names if any(framework in name.lower() for framework in FRAMEWORKS)}
+    assert named <= (FACADE_NAMES if dotted(path) == () else set())
 
 
 @pytest.mark.parametrize("path", MODULES, ids=IDS)

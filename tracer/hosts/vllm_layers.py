@@ -113,8 +113,10 @@ def _held(module: Any, name: str, tensor: torch.Tensor, experts: Mapping[str, in
         return _held_experts(module, name, experts)
     if hasattr(module, "shard_indices"):
         return _held_vocabulary(module, name)
-    rank, size = getattr(module, "tp_rank", 0), getattr(module, "tp_size", 1)
-    inputs = int(getattr(module, "input_size", 0))
+    kinds = {kind.__name__ for kind in type(module).__mro__}
+    if not kinds & {"ColumnParallelLinear", "RowParallelLinear", "ReplicatedLinear"}:
+        return None
+    rank, size, inputs = module.tp_rank, module.tp_size, int(module.input_size)
     rows: Spans
     if hasattr(module, "num_kv_head_replicas"):
         heads = heads_of(module)
@@ -123,15 +125,15 @@ def _held(module: Any, name: str, tensor: torch.Tensor, experts: Mapping[str, in
         pieces = (heads.query[1], heads.key[1], heads.value[1])
         rows = tuple((start + first, start + last) for start, (first, last) in zip(starts, pieces, strict=True))
         return _matrix(name, sum(sizes), rows, inputs, sizes)
-    if hasattr(module, "output_partition_sizes"):  # column parallel, packed or not
+    if "ColumnParallelLinear" in kinds:
         sizes = tuple(getattr(module, "output_sizes", None) or (module.output_size,))
         return _matrix(name, sum(sizes), merged_spans(sizes, rank, size), inputs, sizes if len(sizes) > 1 else ())
-    if hasattr(module, "input_size_per_partition") and name == "weight":  # row parallel
+    if name == "bias":
+        return None
+    if "RowParallelLinear" in kinds:
         columns = cut_evenly(inputs, rank, size)
         return _Held((module.output_size, inputs), (((0, module.output_size),), columns), (module.output_size, inputs // size))
-    if hasattr(module, "output_size") and inputs and name == "weight":
-        return _Held((module.output_size, inputs), (((0, module.output_size),), ((0, inputs),)), (module.output_size, inputs))
-    return None
+    return _Held((module.output_size, inputs), (((0, module.output_size),), ((0, inputs),)), (module.output_size, inputs))
 
 
 def _matrix(name: str, whole: int, rows: Spans, inputs: int, sizes: tuple[int, ...]) -> _Held:
