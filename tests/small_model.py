@@ -31,7 +31,8 @@ boundaries:
   input.ids: {level: 0}
   input.visible_from: {level: 0}
   embedding: {level: 0, from: [input.ids]}
-  layers.{layer}.attn.out: {level: 1, from: ["layers.{previous}.residual"], mixes_tokens: true}
+  layers.{layer}.attn.norm: {level: 2, from: ["layers.{previous}.residual"]}
+  layers.{layer}.attn.out: {level: 1, from: ["layers.{layer}.attn.norm"], mixes_tokens: true}
   layers.{layer}.mlp.gate_up: {level: 2, from: ["layers.{layer}.attn.out"]}
   layers.{layer}.mlp.out: {level: 1, from: ["layers.{layer}.mlp.gate_up"]}
   layers.{layer}.residual: {level: 0, from: ["layers.{layer}.attn.out", "layers.{layer}.mlp.out"]}
@@ -45,6 +46,7 @@ hosts:
       input.ids: {derived: host}
       input.visible_from: {derived: host}
       embedding: {module: embed, layout: b s c}
+      layers.{layer}.attn.norm: {module: "layers.{layer}.norm", layout: b s c}
       layers.{layer}.attn.out: {module: "layers.{layer}.attn", leaf: "output[0]", layout: b s c}
       layers.{layer}.mlp.gate_up: {parts: [{module: "layers.{layer}.mlp.gate"}, {module: "layers.{layer}.mlp.up"}], layout: b s c}
       layers.{layer}.mlp.out: {module: "layers.{layer}.mlp", layout: b s c}
@@ -77,12 +79,22 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
+    """``checkpointed``: "" or the kind of activation checkpointing, "reentrant" or "non-reentrant". ``reuses_buffers``:
+    overwrites what its MLP returned, as engines do."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.attn, self.mlp = nn.LayerNorm(width), Attention(width), Mlp(width)
         self.reuses_buffers = False
+        self.checkpointed = ""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.checkpointed:
+            return self.compute(x)
+        out: torch.Tensor = checkpoint(self.compute, x, use_reentrant=self.checkpointed == "reentrant")
+        return out
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attn(hidden_states=self.norm(x))[0]
         mlp = self.mlp(x)
         out: torch.Tensor = x + mlp
@@ -92,7 +104,7 @@ class Layer(nn.Module):
 
 
 class SmallModel(nn.Module):
-    """``checkpointed``: "" or the kind of activation checkpointing, "reentrant" or "non-reentrant"."""
+    """Embedding, layers, head."""
 
     def __init__(self, width: int = 16, vocabulary: int = 40, layers: int = 2, seed: int = 0) -> None:
         super().__init__()
@@ -100,7 +112,11 @@ class SmallModel(nn.Module):
         self.embed = nn.Embedding(vocabulary, width)
         self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
         self.head = nn.Linear(width, vocabulary, bias=False)
-        self.checkpointed = ""
+
+    def checkpoint_layers(self, kind: str) -> SmallModel:
+        for number in range(len(self.layers)):
+            self.layer(number).checkpointed = kind
+        return self
 
     def layer(self, number: int) -> Layer:
         layer = self.layers[number]
@@ -111,7 +127,7 @@ class SmallModel(nn.Module):
         """``mask`` and ``start`` are the host's business: nothing here attends to padding or to a cache."""
         x = self.embed(input_ids)
         for layer in self.layers:
-            x = checkpoint(layer.forward, x, use_reentrant=self.checkpointed == "reentrant") if self.checkpointed else layer(x)
+            x = layer(x)
         return {"logits": self.head(x)}
 
 

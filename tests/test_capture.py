@@ -229,7 +229,11 @@ def test_policies_mark_what_follows(tmp_path: Path) -> None:
     assert marks == [(0, "step-7"), (1, "8")]
 
 
-@pytest.mark.parametrize("given", [[0, 2, 5], torch.tensor([0, 2, 5]), [[2, 3]], lambda args, kwargs: [[2, 3]]], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [[0, 2, 5], torch.tensor([0, 2, 5]), [[2, 3]], lambda args, kwargs: [[2, 3]]],
+    ids=["boundaries", "tensor", "lengths", "function"],
+)
 def test_the_user_says_where_documents_begin(given: Any, tmp_path: Path) -> None:
     """``sequences=`` is cu_seqlens, document lengths per row, or a function of the call."""
     recorded = record(tmp_path, SmallModel(), {"input_ids": IDS[:1]}, sequences=given)

@@ -23,7 +23,11 @@ import torch
 from tests.tiny_models import make_model
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for door in ("tutorial", "how-to") for p in (ROOT / "docs" / door).glob("*.md"))]
+OWN_TEST = {"docs/how-to/write-a-map.md"}
+"""Pages that another test runs, on a model of their own."""
+
+FOUND = sorted(str(path.relative_to(ROOT)) for door in ("tutorial", "how-to") for path in (ROOT / "docs" / door).glob("*.md"))
+PAGES = ["README.md", *(page for page in FOUND if page not in OWN_TEST)]
 
 pytestmark = pytest.mark.host
 
@@ -98,6 +102,12 @@ def test_every_block_of_the_page_runs(page: str, folder: Path) -> None:
                 continue
 
 
+def test_pages_with_a_test_of_their_own_have_it() -> None:
+    """A page that is not run here is named by another test."""
+    others = "\n".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py") if path != Path(__file__))
+    assert {page for page in OWN_TEST if Path(page).name not in others} == set()
+
+
 def test_the_readme_has_something_to_run() -> None:
     """The README holds executed Python and executed commands, so that the test above is no empty one."""
     languages = {block.language for block in blocks(ROOT / "README.md") if not block.skipped}
@@ -107,7 +117,21 @@ def test_the_readme_has_something_to_run() -> None:
 def test_make_targets_of_the_readme_exist() -> None:
     """Every make target that a page names exists."""
     text = "\n".join((ROOT / page).read_text() for page in PAGES)
-    targets = set(re.findall(r"make ([a-z-]+)\b", "\n".join(re.findall(r"`[^`\n]+`|^\$ .*$", text, flags=re.MULTILINE))))
+    targets = set(re.findall(r"^(?:\$ )?make ([a-z-]+)|`make ([a-z-]+)`", text, flags=re.MULTILINE))
+    targets = {name for pair in targets for name in pair if name}
     assert {"demo", "test"} <= targets
     makefile = (ROOT / "Makefile").read_text()
     assert {target for target in targets if not re.search(rf"^{target}:", makefile, flags=re.MULTILINE)} == set()
+
+
+def test_every_call_of_trace_in_prose_works(folder: Path) -> None:
+    """Every ``trace(model, ...)`` that a page mentions in passing records a forward."""
+    calls = sorted({call for page in PAGES for call in re.findall(r"`(trace\(model[^`]*\))`", (ROOT / page).read_text())})
+    assert calls
+    code = "import torch; from transformers import AutoModelForCausalLM; from tracer import trace\n"
+    code += 'model = AutoModelForCausalLM.from_pretrained("my-model")\n'
+    for number, call in enumerate(calls):
+        code += f"with torch.no_grad(), {call.removesuffix(')')}, out='prose/{number}'): model(input_ids=torch.arange(20, 40)[None])\n"
+    done = run([sys.executable, "-c", code], folder)
+    assert done.returncode == 0, done.stdout
+    assert len(list((folder / "prose").glob("*/shard-00000/manifest.json"))) == len(calls)

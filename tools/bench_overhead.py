@@ -55,16 +55,18 @@ def build_model() -> Any:
 
 
 class Clock:
-    """Collects seconds under names and gives their medians."""
+    """Collects seconds under names and gives their medians. ``cpu``: processor time of all threads instead of the wall's,
+    for a machine that is busy with other things; with one torch thread it is what the wall would show on an idle one."""
 
-    def __init__(self) -> None:
+    def __init__(self, cpu: bool) -> None:
+        self.now = time.process_time if cpu else time.perf_counter
         self.seconds: dict[str, list[float]] = {}
 
     @contextlib.contextmanager
     def time(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start = self.now()
         yield
-        self.seconds.setdefault(name, []).append(time.perf_counter() - start)
+        self.seconds.setdefault(name, []).append(self.now() - start)
 
     def median_ms(self, name: str) -> float:
         return 1000 * statistics.median(self.seconds[name])
@@ -101,9 +103,9 @@ def decode(model: Any, tokens: int, steps: int) -> Callable[[], None]:
     return lambda: model.generate(input_ids, max_new_tokens=steps, min_new_tokens=steps, do_sample=False, pad_token_id=0)
 
 
-def measure(name: str, model: Any, run: Callable[[], None], level: int, rounds: int, out: Path) -> str:
+def measure(name: str, model: Any, run: Callable[[], None], level: int, rounds: int, out: Path, cpu: bool) -> str:
     """One row: plain and traced runs take turns, so that a slow minute of the machine hits both."""
-    clock = Clock()
+    clock = Clock(cpu)
     run()
     for _ in range(rounds):
         with clock.time("plain"):
@@ -122,21 +124,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=32, help="decode steps after a prefill of 64 tokens; 0 for none")
     parser.add_argument("--levels", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--threads", type=int, default=0, help="torch threads; 0 leaves torch's default")
+    parser.add_argument("--cpu", action="store_true", help="measure processor time, for a busy machine; use with --threads 1")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    print(f"{versions}, {torch.get_num_threads()} threads, {options.rounds} rounds\n")
+    clock = "processor time" if options.cpu else "wall clock"
+    print(f"{versions}, {torch.get_num_threads()} threads, {options.rounds} rounds, {clock}\n")
     print(HEADER)
     model = build_model()
     with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "trace"
-        for level in options.levels:
-            print(measure(f"prefill of {options.tokens}", model, prefill(model, options.tokens), level, options.rounds, out), flush=True)
+        cases = [(f"prefill of {options.tokens}", prefill(model, options.tokens), options.rounds)]
         if options.steps:
-            run = decode(model, 64, options.steps)
+            cases.append((f"64 + {options.steps} decode steps", decode(model, 64, options.steps), max(3, options.rounds // 3)))
+        for name, run, rounds in cases:
             for level in options.levels:
-                print(measure(f"64 + {options.steps} decode steps", model, run, level, max(3, options.rounds // 3), out), flush=True)
+                print(measure(name, model, run, level, rounds, out, options.cpu), flush=True)
         shutil.rmtree(out)
         start = time.perf_counter()
         with contextlib.redirect_stderr(None), contextlib.redirect_stdout(None), trace(model, out=out, level=0, strict=True):

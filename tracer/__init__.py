@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tracer.errors import TracerError
-    from tracer.read.floor import Tolerance
+    from tracer.hosts.vllm_driver import vllm_options
     from tracer.read.diff import diff_traces
+    from tracer.read.floor import Tolerance
     from tracer.read.stitch import open_trace
     from tracer.record.boundary_maps import load_boundary_map
     from tracer.record.capture import Trace
     from tracer.record.host import Host, Mesh
     from tracer.record.map_entries import BoundaryMap
     from tracer.record.remote import RemoteTrace
-    from tracer.hosts.vllm_driver import vllm_options
 
 __all__ = ["Tolerance", "TracerError", "diff_traces", "load_boundary_map", "open_trace", "trace", "vllm_options"]
 

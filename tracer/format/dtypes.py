@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -36,12 +36,12 @@ class DtypeInfo:
     itemsize: int
     kind: Kind
 
-    @property
+    @cached_property
     def storage(self) -> np.dtype[Any]:
         """Unsigned little-endian integer as wide as one column."""
         return np.dtype(f"<u{self.itemsize}")
 
-    @property
+    @cached_property
     def native(self) -> np.dtype[Any] | None:
         """numpy's own dtype of one column, None where numpy has none (bfloat16, float8, packed)."""
         return _NATIVE.get(self.name)

@@ -120,10 +120,10 @@ def fingerprint_parts(storage_NC: AnyArray, plan: Plan, threads: int) -> Parts:
 
 
 def _block_rows(rows: int, columns: int, threads: int) -> int:
-    """Rows of one block: about one tile, less where that lets every thread have two."""
+    """Rows of one block: about one tile, less where a thread would have none."""
     step = max(_TILE_ROWS, _TILE_ITEMS // max(columns, 1))
     if threads > 1 and rows * columns >= _TILE_ITEMS // 2:
-        step = min(step, max(-(-rows // (2 * threads)), 1))
+        step = min(step, -(-rows // threads))
     return step - step % _BLAS_ROWS if step > _BLAS_ROWS else step
 
 
@@ -144,6 +144,8 @@ def _block(storage_RC: AnyArray, plan: Plan) -> Parts:
     rows, columns = storage_RC.shape
     if not rows or not columns:
         return Parts.zeros(rows)
+    if storage_RC.strides[1] != storage_RC.itemsize:
+        storage_RC = np.ascontiguousarray(storage_RC)
     words_RW = plan.pack(storage_RC)
     step = max(_TILE_ITEMS // rows // _BLAS_COLUMNS, 1) * _BLAS_COLUMNS
     if columns <= step and plan.direct:

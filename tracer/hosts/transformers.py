@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from tracer.format.schema import Axis, NotComputed, Span
 from tracer.hosts.transformers_conditions import model_conditions
 from tracer.hosts.transformers_inputs import InputReader, logit_rows
 from tracer.hosts.transformers_sequences import CacheHistory, Labelled, SequenceTracker
-from tracer.hosts.transformers_taps import AttentionListener, AttentionTaps, CacheWatch, cache_length
+from tracer.hosts.transformers_taps import ATTENTION, GENERATE, CacheWatch, cache_length
 from tracer.record.boundaries import Source
 from tracer.record.host import Forward, HostParameter, Mesh, Placement, Rows, SkippedForward, TapSink
 from tracer.record.tokens import SequenceRegistry
@@ -74,6 +74,7 @@ class TransformersHost:
     """One transformers model in this process; implements ``tracer.record.host.Host``."""
 
     name = "transformers"
+    environment_prefixes = ("TRANSFORMERS_", "ACCELERATE_", "FSDP_", "PEFT_", "KERNELS_")
 
     def __init__(self, model: torch.nn.Module, mesh: Mesh | None = None) -> None:
         self._outer = model
@@ -90,6 +91,7 @@ class TransformersHost:
         self._signature = inspect.signature(type(self._model).forward)
         head = self._model.get_output_embeddings()
         self._logit_modules = {path for path, module in self._modules.items() if module is head}
+        self._registry: SequenceRegistry | None = None
         self._forwards = 0
         self._past = 0
 
@@ -156,6 +158,7 @@ class TransformersHost:
             history = CacheHistory.empty(batch)
         call, position_N = self._inputs.read(self._forwards, given, cache, (batch, columns, past), sequences)
         labelled = self._tracker.label(call, history, sequences)
+        self._registry = sequences
         self._forwards += 1
         self._past = past
         kept_BS, rows_with_logits = logit_rows(given.get("logits_to_keep"), labelled.rows, batch, columns)
@@ -199,9 +202,9 @@ class TransformersHost:
 
     @contextlib.contextmanager
     def taps(self, sources: Iterable[Source], sink: TapSink) -> Iterator[None]:
-        """Tap ``attention``: leaves q, k, v (this call's tokens only) and output of the modules in ``sources``. Caches are
-        followed for as long as this context is open, so it is entered also where nothing is tapped."""
-        listeners: dict[torch.nn.Module, AttentionListener] = {}
+        """Tap ``attention``: leaves q, k, v (this call's tokens only) and output of the modules in ``sources``. Caches and
+        ``generate`` are followed while this context is open, so it is entered also where nothing is tapped."""
+        listeners: dict[torch.nn.Module, Callable[..., None]] = {}
         for source in sources:
             if not source.tap:
                 continue
@@ -213,18 +216,21 @@ class TransformersHost:
                     expected="tap: attention, on an attention module of the model",
                 )
             listeners[self._modules[source.module]] = self._listener(source.module, sink)
+        model = {self._model: self._generated}
         self._caches.open()
-        AttentionTaps.add(listeners)
+        ATTENTION.add(listeners)
+        GENERATE.add(model)
         try:
             yield
         finally:
-            AttentionTaps.remove(listeners)
+            GENERATE.remove(model)
+            ATTENTION.remove(listeners)
             self._caches.close()
 
     def not_computed(self) -> Iterable[NotComputed]:
         return self._tracker.not_computed()
 
-    def _listener(self, path: str, sink: TapSink) -> AttentionListener:
+    def _listener(self, path: str, sink: TapSink) -> Callable[[str, torch.Tensor], None]:
         columns = 0
 
         def listen(leaf: str, tensor: torch.Tensor) -> None:
@@ -238,6 +244,12 @@ class TransformersHost:
             sink(path, leaf, tensor)
 
         return listen
+
+    def _generated(self, result: Any) -> None:
+        """``generate`` returned: the tokens it sampled last are known now, though no forward ran them."""
+        sequences = result if isinstance(result, torch.Tensor) else result["sequences"]
+        if self._registry is not None and sequences.ndim == 2:
+            self._tracker.note_returned(sequences.detach().cpu().numpy(), self._registry)
 
     def _inside(self, attribute: str) -> set[str]:
         """Paths at or below a wrapper of the kind that has ``attribute``."""

@@ -186,13 +186,21 @@ class Labelled:
     """The cache's history once the call has returned."""
 
 
+@dataclass(frozen=True)
+class _Sampled:
+    """Where the token goes that ``generate`` sampled last: position in its document, column of the returned sequences."""
+
+    position: int
+    slots: int
+
+
 class SequenceTracker:
     """Opens the sequences of one host's run and continues them from call to call."""
 
     def __init__(self, scope: str = "") -> None:
         self.scope = scope
         self._documents: list[_Document] = []
-        self._sampled: dict[_Document, int] = {}
+        self._sampled: dict[_Document, _Sampled] = {}
 
     def label(self, call: Call, history: CacheHistory | None, registry: SequenceRegistry) -> Labelled:
         """Label every row of a call. ``history`` is the cache's, None without a cache or for a cache never seen; it is
@@ -229,6 +237,19 @@ class SequenceTracker:
         for segment in labelled.segments:
             segment.document.mark_logits(segment.position, kept_BS[segment.batch_row, segment.columns])
 
+    def note_returned(self, ids_BL: IntArray, registry: SequenceRegistry) -> None:
+        """``generate`` returned these sequences, left padding included: record the id of every last sampled token among them."""
+        for document, sampled in self._sampled.items():
+            held = sampled.position - document.start
+            begin, end = sampled.slots - held, sampled.slots
+            if not document.known or document.start or begin < 0 or end >= ids_BL.shape[1] or document.stop != sampled.position:
+                continue
+            mine = np.frombuffer(document.ids, np.int64).copy()
+            found = np.flatnonzero((ids_BL[:, begin:end] == mine).all(axis=1))
+            if len(found):
+                document.extend(sampled.position, 1, ids_BL[found[0], end:][:1])
+                document.register(registry, document.stop)
+
     def not_computed(self) -> Iterable[NotComputed]:
         """Rows whose logits were not asked for, and tokens that were sampled but never run."""
         for document in self._documents:
@@ -237,10 +258,9 @@ class SequenceTracker:
                 yield NotComputed(
                     sequence=document.label, scope=self.scope, positions=spans, boundaries=LOGIT_BOUNDARIES, reason="logits not requested"
                 )
-        for document, position in self._sampled.items():
-            yield NotComputed(
-                sequence=document.label, scope=self.scope, positions=((position, position + 1),), reason="last sampled token"
-            )
+        for document, sampled in self._sampled.items():
+            span = (sampled.position, sampled.position + 1)
+            yield NotComputed(sequence=document.label, scope=self.scope, positions=(span,), reason="last sampled token")
 
     def _before(self, call: Call, history: CacheHistory | None, registry: SequenceRegistry) -> CacheHistory:
         """History of the cache as it is now, whatever happened to it since the last call."""
@@ -313,7 +333,7 @@ class SequenceTracker:
                 stale = [] if call.past else [other for other in self._sampled if _is_prefix(other, document)]
                 for other in stale:
                     del self._sampled[other]
-                self._sampled[document] = count - first
+                self._sampled[document] = _Sampled(count - first, after.length)
 
     def _open(self, registry: SequenceRegistry, label: str, *, request: str, salt: str, row: str, start: int) -> _Document:
         index = registry.open(label, request=request, scope=self.scope, salt=salt, start=start, row=row)

@@ -1,6 +1,6 @@
-"""What transformers does between modules: the attention function, and edits of key-value caches.
+"""What transformers does outside modules: the attention function, results of ``generate``, edits of key-value caches.
 
-Both are seen by replacing a method on a *class* (``AttentionInterface.get_interface``, ``Cache.reorder_cache`` ...)
+All are seen by replacing a method on a *class* (``AttentionInterface.get_interface``, ``Cache.reorder_cache`` ...)
 while a trace is open; the last trace to close puts the originals back. Nothing is set on model, config or functions, so
 no attention or mask choice changes, copies of a cache stay independent, and a call is told apart by the module it is for.
 """
@@ -18,80 +18,104 @@ import torch
 
 from tracer.hosts.transformers_sequences import CacheHistory
 
-__all__ = ["AttentionListener", "AttentionTaps", "CacheWatch", "cache_length"]
-
-AttentionListener = Callable[[str, torch.Tensor], None]
-"""``listener(leaf, tensor)``: q (B, heads, S, d), k and v (B, key heads, K, d) before, output (B, S, heads, d) after the
-attention function ran. Tensors are the model's own and must not be changed or kept."""
+__all__ = ["ATTENTION", "GENERATE", "CacheWatch", "ModuleListeners", "cache_length"]
 
 _LOCK = threading.RLock()
 
 
-class AttentionTaps:
-    """Calls of the attention function for given modules. Use ``add`` and ``remove`` in pairs."""
+class ModuleListeners:
+    """Who listens to which module, and a class method that is replaced while anyone does. ``add`` and ``remove`` in pairs."""
 
-    _listeners: Mapping[torch.nn.Module, tuple[AttentionListener, ...]] = {}  # replaced whole, never edited: readers take no lock
-    _original: Callable[..., Any] | None = None
+    def __init__(self, owner: Callable[[], type], name: str, follow: Callable[[ModuleListeners, Callable[..., Any]], Callable[..., Any]]):
+        """``owner()``: the class whose method ``name`` becomes ``follow(self, original)``."""
+        self._owner, self._name, self._follow = owner, name, follow
+        self._original: Callable[..., Any] | None = None
+        self._listeners: Mapping[Any, tuple[Callable[..., None], ...]] = {}  # replaced whole, never edited: readers take no lock
 
-    @classmethod
-    def add(cls, listeners: Mapping[torch.nn.Module, AttentionListener]) -> None:
-        """Every attention call for one of these modules is shown to its listener until ``remove``."""
+    def of(self, module: Any) -> tuple[Callable[..., None], ...]:
+        """Listeners to one module, the first to come first."""
+        return self._listeners.get(module, ()) if isinstance(module, torch.nn.Module) else ()
+
+    def add(self, listeners: Mapping[torch.nn.Module, Callable[..., None]]) -> None:
+        """These listeners hear of their modules until ``remove``."""
         with _LOCK:
-            merged = dict(cls._listeners)
+            merged = dict(self._listeners)
             for module, listener in listeners.items():
                 merged[module] = (*merged.get(module, ()), listener)
-            cls._listeners = merged
-            if merged and cls._original is None:
-                cls._install()
+            self._listeners = merged
+            if merged and self._original is None:
+                self._original = vars(self._owner())[self._name]
+                setattr(self._owner(), self._name, functools.wraps(self._original)(self._follow(self, self._original)))
 
-    @classmethod
-    def remove(cls, listeners: Mapping[torch.nn.Module, AttentionListener]) -> None:
+    def remove(self, listeners: Mapping[torch.nn.Module, Callable[..., None]]) -> None:
         """Undo ``add``."""
         with _LOCK:
-            merged = dict(cls._listeners)
+            merged = dict(self._listeners)
             for module, listener in listeners.items():
                 left = tuple(other for other in merged.get(module, ()) if other is not listener)
                 merged.pop(module, None)
                 if left:
                     merged[module] = left
-            cls._listeners = merged
-            if not merged and cls._original is not None:
-                from transformers.modeling_utils import AttentionInterface
-
-                AttentionInterface.get_interface = cls._original  # type: ignore[method-assign]
-                cls._original = None
-
-    @classmethod
-    def _install(cls) -> None:
-        from transformers.modeling_utils import AttentionInterface
-
-        original = AttentionInterface.get_interface
-        cls._original = original
-
-        @functools.wraps(original)
-        def get_interface(self: Any, *args: Any, **kwargs: Any) -> Any:
-            function = original(self, *args, **kwargs)
-            # a compiled region would bake the tap in; what it runs stays as it was, and its boundaries count as vacuous
-            return function if torch.compiler.is_compiling() else _tapped(function)
-
-        AttentionInterface.get_interface = get_interface  # type: ignore[method-assign]
+            self._listeners = merged
+            if not merged and self._original is not None:
+                setattr(self._owner(), self._name, self._original)
+                self._original = None
 
 
-def _tapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function(module, query, key, value, ...)`` that shows its tensors to the module's listeners."""
+def _attention_interface() -> type:
+    from transformers.modeling_utils import AttentionInterface
 
-    @functools.wraps(function)
-    def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        listeners = AttentionTaps._listeners.get(module, ()) if isinstance(module, torch.nn.Module) else ()
-        for listener in listeners:
-            for leaf, tensor in (("q", query), ("k", key), ("v", value)):
-                listener(leaf, tensor)
-        result = function(module, query, key, value, *args, **kwargs)
-        for listener in listeners:
-            listener("output", result[0] if isinstance(result, tuple) else result)
+    return AttentionInterface
+
+
+def _generation_mixin() -> type:
+    from transformers import GenerationMixin
+
+    return GenerationMixin
+
+
+def _follow_attention(heard: ModuleListeners, original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_interface(self: Any, *args: Any, **kwargs: Any) -> Any:
+        function = original(self, *args, **kwargs)
+        # a compiled region would bake the tap in; what it runs stays as it was, and its boundaries count as vacuous
+        if torch.compiler.is_compiling():
+            return function
+
+        @functools.wraps(function)
+        def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            listeners = heard.of(module)
+            for listener in listeners:
+                for leaf, tensor in (("q", query), ("k", key), ("v", value)):
+                    listener(leaf, tensor)
+            result = function(module, query, key, value, *args, **kwargs)
+            for listener in listeners:
+                listener("output", result[0] if isinstance(result, tuple) else result)
+            return result
+
+        return attention
+
+    return get_interface
+
+
+def _follow_generate(heard: ModuleListeners, original: Callable[..., Any]) -> Callable[..., Any]:
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        for listener in heard.of(self):
+            try:
+                listener(result)
+            except Exception:  # never the run's problem: the last sampled tokens stay unknown, their rows match by label
+                continue
         return result
 
-    return attention
+    return generate
+
+
+ATTENTION = ModuleListeners(_attention_interface, "get_interface", _follow_attention)
+"""``listener(leaf, tensor)``: q (B, heads, S, d), k and v (B, key heads, K, d) before, output (B, S, heads, d) after the
+attention function ran for the module. Tensors are the model's own and must not be changed or kept."""
+
+GENERATE = ModuleListeners(_generation_mixin, "generate", _follow_generate)
+"""``listener(result)``: what ``generate`` of the model returned. Not to be changed or kept."""
 
 
 class _Histories(dict[int, CacheHistory]):

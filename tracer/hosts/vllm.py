@@ -136,7 +136,7 @@ class VllmHost:
         if loaded is not None:
             return loaded.as_loaded(plain, tensor)
         if name in ("w13_weight", "w2_weight") and not plain.unknown:
-            reason = "the engine may have reordered it when loading, and nothing watched it load; build the engine with tracer.vllm_options()"
+            reason = "the engine may have reordered it when loading, which nothing watched; build it with tracer.vllm_options()"
             return host_parameter(path, name, module, tensor, buffer, reason, experts)
         return plain
 
@@ -146,7 +146,7 @@ class VllmHost:
     def compiled_reason(self, module_path: str) -> str:
         compilation = self._config.compilation_config
         mode, graphs = getattr(compilation.mode, "name", "NONE"), getattr(compilation.cudagraph_mode, "name", "NONE")
-        if mode == "NONE" and graphs == "NONE":
+        if (mode, graphs) == ("NONE", "NONE"):
             return ""
         return (
             f"vLLM compiled the model (mode {mode}, graphs {graphs}): no hook runs in a compiled or replayed region; "
@@ -166,7 +166,7 @@ class VllmHost:
         if not isinstance(positions, torch.Tensor):
             return SkippedForward("the call has no positions")
         batch = read_batch(self._runner)
-        rows, segments = self._tracker.label(batch, positions.shape[-1], self._runner.requests, sequences)
+        rows = self._tracker.label(batch, positions.shape[-1], self._runner.requests, sequences)
         ids_N = None
         if isinstance(input_ids, torch.Tensor) and not any(state.prompt_token_ids is None for state in self._runner.requests.values()):
             ids_N = input_ids.detach().cpu().numpy().astype(np.int64)
@@ -200,7 +200,7 @@ class VllmHost:
         engine samples from."""
         state: _State = forward.state
         given, output = state.logit_input, state.output
-        if given is not None and output is not None and given[0] == output[0]:
+        if given is not None and output is not None and output[0] == given[0]:
             first, left = divmod(given[1] - output[1], max(output[2], 1))
             if left == 0 and 0 <= first and first + count <= len(forward.rows):
                 return Rows(forward.rows.sequence_N[first : first + count], forward.rows.position_N[first : first + count])
@@ -377,7 +377,8 @@ def _refuse(runner: Any) -> None:
     elif getattr(config.parallel_config, "enable_eplb", False):
         what, remedy = "expert load balancing renumbers experts while it runs", "trace the engine without enable_eplb"
     if what:
-        raise HostError(Code.HOST_UNSUPPORTED, f"the vllm host cannot record this engine: {what}", found=type(runner).__name__, remedy=remedy)
+        text = f"the vllm host cannot record this engine: {what}"
+        raise HostError(Code.HOST_UNSUPPORTED, text, found=type(runner).__name__, remedy=remedy)
 
 
 def _worker_mesh(config: Any) -> Mesh:

@@ -7,10 +7,10 @@ calls it in every worker of a running engine, with plain data only. Importing th
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
-import tracer
 from tracer.errors import Code, UsageError
 from tracer.hosts.vllm import create
 from tracer.hosts.vllm_loading import watch_loading
@@ -50,7 +50,7 @@ class TracerWorkerExtension:
         if self._tracer_steps is not None and self._tracer_steps.running:
             raise UsageError(Code.BAD_ARGUMENT, "this worker is recording already", remedy="call tracer_stop first")
         options = TraceOptions(map, out, level, boundaries, tokens, weights)
-        trace = Trace(create(self.model_runner, None), options, tracer.__version__)
+        trace = Trace(create(self.model_runner, None), options, sys.modules["tracer"].__version__)
         self._tracer_steps = _Steps(trace, self.model_runner, steps)
         return str(trace.path)
 

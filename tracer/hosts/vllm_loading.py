@@ -141,7 +141,8 @@ def _row_prints(parameter: HostParameter) -> Fingerprints:
     width = parameter.shape[-1] if parameter.shape else 1
     spans = parameter.spans[-1] if parameter.spans else ()
     step = max(1, _BLOCK_ITEMS // max(columns, 1))
-    taken = [fingerprint_tensor(rows_RC[start : start + step], width=width, spans=spans).resolve() for start in range(0, len(rows_RC), step)]
+    blocks = [rows_RC[start : start + step] for start in range(0, len(rows_RC), step)]
+    taken = [fingerprint_tensor(block, width=width, spans=spans).resolve() for block in blocks]
     return _joined(taken) if taken else Fingerprints(np.zeros((0, 2), np.uint64))
 
 
@@ -166,7 +167,8 @@ def _changed(model: torch.nn.Module, before: dict[str, _Loaded]) -> Iterator[tup
 
 def _memory(tensor: torch.Tensor) -> _Memory:
     flat = tensor.detach().contiguous().reshape(-1)
-    return _Memory(tuple(tensor.shape), tensor.dtype, xxhash.xxh3_128_digest(flat.view(torch.uint8).cpu().numpy().data) if len(flat) else b"")
+    memory = flat.view(torch.uint8).cpu().numpy().data if len(flat) else b""
+    return _Memory(tuple(tensor.shape), tensor.dtype, xxhash.xxh3_128_digest(memory))
 
 
 def _owned(module: torch.nn.Module) -> dict[str, Any]:

@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from tracer.format.schema import NotComputed, Span
 from tracer.record.host import IntArray, Rows
 from tracer.record.tokens import SequenceRegistry
 
-__all__ = ["Batch", "RequestTracker", "read_batch"]
+__all__ = ["Batch", "RequestTracker", "padding_of", "read_batch"]
 
 LOGIT_BOUNDARIES = ("lm_head.raw", "lm_head", "scorer.logprobs")
 """What is not computed for a row whose logits nobody asked for."""
@@ -92,12 +91,11 @@ class RequestTracker:
         self._running = frozenset(running)
         self._requests: dict[str, _Request] = {}
 
-    def label(self, batch: Batch, rows: int, states: Mapping[str, Any], registry: SequenceRegistry) -> tuple[Rows, list[tuple[int, Span]]]:
-        """Rows of a step whose call has ``rows`` rows; what is beyond the scheduled tokens is padding, -1. Also per request
-        (sequence, span of positions). ``states``: the engine's requests by id."""
+    def label(self, batch: Batch, rows: int, states: Mapping[str, Any], registry: SequenceRegistry) -> Rows:
+        """Rows of a step whose call has ``rows`` rows; what is beyond the scheduled tokens is padding, -1.
+        ``states``: the engine's requests by id."""
         sequence_N, position_N = np.full(rows, -1, np.int64), np.zeros(rows, np.int64)
         self._name_new([name for name in batch.requests if name not in self._requests], batch, states, registry)
-        segments: list[tuple[int, Span]] = []
         for n, name in enumerate(batch.requests):
             request = self._requests[name]
             request.state = states[name]
@@ -105,12 +103,11 @@ class RequestTracker:
             sequence_N[start:stop] = request.sequence
             position_N[start:stop] = np.arange(first, first + stop - start)
             request.mark(first, first + stop - start, _RAN)
-            segments.append((request.sequence, (first, first + stop - start)))
         self.learn_ids(registry)
         for name, request in self._requests.items():
             if name not in states:
                 request.state = None
-        return Rows(sequence_N, position_N), segments
+        return Rows(sequence_N, position_N)
 
     def learn_ids(self, registry: SequenceRegistry) -> None:
         """Tell the registry every token id that the engine has come to know: prompts at once, sampled tokens after them."""
@@ -189,5 +186,4 @@ def _salt(state: Any) -> str:
 
 def padding_of(rows: Rows) -> int:
     """Rows that belong to no request."""
-    missing: npt.NDArray[np.bool_] = rows.sequence_N < 0
-    return int(missing.sum())
+    return int((rows.sequence_N < 0).sum())

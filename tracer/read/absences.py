@@ -158,7 +158,8 @@ def absent_boundary(
     elif status.status is BoundaryStatus.NOT_SELECTED:
         why = status.reason or "not selected there (level, or boundaries=)"
     else:
-        why = f"{executions} executions" + (f", {status.reason}" if status.reason else "")
+        reason = "" if "execution" in status.reason else status.reason
+        why = f"{executions} executions" + (f", {reason}" if reason else "")
     sides = "both sides" if lacking is Side.BOTH else lacking.value.upper()
     text = f"missing on {sides}: {why}"
     finding = None

@@ -182,11 +182,12 @@ class RootCells:
 @dataclass(frozen=True)
 class Causes:
     """``cells``: boundary -> its differing cells. ``healed``: boundary -> the boundary where all of it is equal again.
-    ``harmless``: those of them that never reached a coarse boundary (level 0), and so caused nothing, choices apart."""
+    ``harmless``: boundary -> where its *roots* are equal again, if they never reached a coarse boundary (level 0) or a
+    choice: they are the cause of nothing."""
 
     cells: Mapping[str, RootCells] = field(default_factory=dict)
     healed: Mapping[str, str] = field(default_factory=dict)
-    harmless: frozenset[str] = frozenset()
+    harmless: Mapping[str, str] = field(default_factory=dict)
 
 
 def find_causes(graph: Graph, cells: Mapping[str, Cells], tokens: TokenTable, weights: Iterable[str] = ()) -> Causes:
@@ -221,7 +222,13 @@ def find_causes(graph: Graph, cells: Mapping[str, Cells], tokens: TokenTable, we
         for source in graph.inputs[at]:
             if graph.last_reader[source] == at:
                 states.pop(source, None)
-    return Causes(found, *_healed(graph, cells, prefixes))
+    readers = graph.readers()
+    harmless = {
+        name: where
+        for name, cell in found.items()
+        if cell.root_K.any() and (where := _harmless_at(graph, graph.index[name], cell.root_K, cells, prefixes))
+    }
+    return Causes(found, _healed(graph, cells, readers, prefixes), harmless)
 
 
 def _inherited(
@@ -275,26 +282,54 @@ def _between(graph: Graph, at: int, root_K: Mask, cells: Mapping[str, Cells], co
     if all(source in standing or graph.boundaries[source].name.startswith("input.") for source in graph.inputs[at]):
         return (), False
     between = graph.ancestors_compared(at, standing)
-    return between, not between
+    within = tuple(name for name in between if not name.startswith("input."))
+    return within or between, not between
 
 
-def _healed(graph: Graph, cells: Mapping[str, Cells], prefixes: Prefixes) -> tuple[dict[str, str], frozenset[str]]:
-    """Boundaries that differ while everything recorded that depends on them is equal again at what they reach, and those
-    of them that are the cause of nothing."""
-    readers = graph.readers()
+def _healed(graph: Graph, cells: Mapping[str, Cells], readers: Sequence[Sequence[int]], prefixes: Prefixes) -> dict[str, str]:
+    """Boundaries that differ while everything recorded that depends on them is equal again at what they reach."""
     healed: dict[str, str] = {}
-    harmless: set[str] = set()
     for at in range(len(graph.boundaries) - 1, -1, -1):
-        boundary = graph.boundaries[at]
-        cell = cells.get(boundary.name)
-        if cell is None or cell.differs_K is None or boundary.name.startswith("input."):
+        name = graph.boundaries[at].name
+        cell = cells.get(name)
+        if cell is None or cell.differs_K is None or name.startswith("input."):
             continue
-        where, through = _heals_at(graph, at, cell.differs_K, cells, healed, readers, prefixes)
+        where = _heals_at(graph, at, cell.differs_K, cells, healed, readers, prefixes)
         if where:
-            healed[boundary.name] = where
-            if boundary.level > 0 and not boundary.discrete and through <= harmless:
-                harmless.add(boundary.name)
-    return healed, frozenset(harmless)
+            healed[name] = where
+    return healed
+
+
+def _harmless_at(graph: Graph, at: int, root_K: Mask, cells: Mapping[str, Cells], prefixes: Prefixes) -> str:
+    """Where the last of some roots' differences is equal again, empty where any reaches a coarse boundary or a choice, lives
+    on at the end of the graph, or is lost from sight."""
+    boundary = graph.boundaries[at]
+    if boundary.level == 0 or boundary.discrete or boundary.name.startswith("input."):
+        return ""
+    live: dict[int, Mask] = {at: root_K}
+    equal_at = -1
+    for later in range(at + 1, len(graph.boundaries)):
+        reach = _any([live[source] for source in graph.inputs[later] if source in live])
+        if reach is None:
+            continue
+        boundary = graph.boundaries[later]
+        if boundary.rows is RowScope.NEXT:
+            reach = prefixes.before(reach)
+        if boundary.mixes_tokens:
+            reach = prefixes.at_or_before(reach)
+        cell = cells.get(boundary.name)
+        if cell is not None:
+            lives = np.zeros_like(reach) if cell.differs_K is None else reach & cell.differs_K
+            if lives.any() and (boundary.level == 0 or boundary.discrete):
+                return ""
+            if not lives.all() and (reach & ~lives).any():
+                equal_at = later
+            reach = lives if cell.compared_K is None else lives | (reach & ~cell.compared_K)
+        if reach.any():
+            if graph.last_reader[later] == later:
+                return ""
+            live[later] = reach
+    return graph.boundaries[equal_at].name if equal_at >= 0 and graph.last_reader[at] > at else ""
 
 
 def _heals_at(
@@ -305,12 +340,10 @@ def _heals_at(
     healed: Mapping[str, str],
     readers: Sequence[Sequence[int]],
     prefixes: Prefixes,
-) -> tuple[str, set[str]]:
-    """Where all of a boundary's differences are equal again, empty where any of them lives on, and the boundaries that
-    differ on the way there."""
+) -> str:
+    """Where all of a boundary's differences are equal again, empty where any of them lives on."""
     stack = [(reader, differs_K) for reader in readers[at]]
     passed: dict[int, Mask] = {}
-    through: set[str] = set()
     equal_at = -1
     while stack:
         reader, reach = stack.pop()
@@ -323,8 +356,7 @@ def _heals_at(
         if cell is not None:
             if cell.differs_K is not None and (cell.differs_K & reach).any():
                 if boundary.name not in healed:
-                    return "", through
-                through.add(boundary.name)
+                    return ""
                 equal_at = max(equal_at, graph.index[healed[boundary.name]])
             else:
                 equal_at = max(equal_at, reader)
@@ -333,4 +365,4 @@ def _heals_at(
         passed[reader] = reach if before is None else before | reach
         if reach.any() and (before is None or (reach & ~before).any()):  # what was not compared here may live on
             stack += [(later, passed[reader]) for later in readers[reader]]
-    return graph.boundaries[equal_at].name if equal_at >= 0 else "", through
+    return graph.boundaries[equal_at].name if equal_at >= 0 else ""

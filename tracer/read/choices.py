@@ -16,12 +16,17 @@ from tracer.read.compare import Comparison
 from tracer.read.logical import LogicalBoundary
 from tracer.read.wording import count
 
-__all__ = ["ChoiceReport", "describe_choices", "scores_of_rows", "ulps_of"]
+__all__ = ["ChoiceReport", "describe_choices", "scores_of_rows", "ulps_between"]
 
 I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 
 _CHUNK = 4096
+_MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23}
+"""Of the dtypes whose scores a float32 sketch holds exactly, coarse first."""
+_SMALLEST_EXPONENT = {"bfloat16": -126, "float16": -14, "float32": -126}
 
 
 @dataclass(frozen=True)
@@ -29,13 +34,14 @@ class ChoiceReport:
     """What is known about the rows of a choice that differ.
 
     ``tokens``: rows with another set of ids. ``reordered``: rows whose sets are equal. ``ties``: rows decided by a gap of
-    exactly 0 on both sides. ``largest_gap_ulps``: of the other rows, None where no gap is known. ``unknown``: why not.
+    exactly 0 on both sides. ``largest_gap_ulps``: of the other rows, on the side where it was closer, in the coarser of the two
+    dtypes; None where no gap is known. ``unknown``: why not.
     ``not_top_a``, ``not_top_b``: rows whose ids are not the highest of their own side's scores."""
 
     tokens: int
     reordered: int = 0
     ties: int = 0
-    largest_gap_ulps: int | None = None
+    largest_gap_ulps: float | None = None
     unknown: str = ""
     not_top_a: int = 0
     not_top_b: int = 0
@@ -50,7 +56,7 @@ class ChoiceReport:
         elif self.ties:
             parts.append(f"{self.ties} of them ties (score gap 0 ulps)")
         if self.largest_gap_ulps is not None:
-            parts.append(f"largest score gap {self.largest_gap_ulps} ulps")
+            parts.append(f"largest score gap {self.largest_gap_ulps:.3g} ulps")
         if self.unknown:
             parts.append(f"score gap unknown ({self.unknown})")
         for side, wrong in (("A", self.not_top_a), ("B", self.not_top_b)):
@@ -69,20 +75,13 @@ def scores_of_rows(boundary: LogicalBoundary, rows: I64) -> F32 | None:
     return scores
 
 
-def ulps_of(values: F32, dtype: str) -> I64 | None:
-    """Values as integers whose difference counts the numbers of that dtype in between; None for a dtype without."""
-    if dtype == "bfloat16":
-        bits = (values.view(np.uint32) >> 16).astype(np.int64)
-        sign = np.int64(1) << 15
-    elif dtype == "float16":
-        bits = values.astype(np.float16).view(np.uint16).astype(np.int64)
-        sign = np.int64(1) << 15
-    elif dtype == "float32":
-        bits = values.view(np.uint32).astype(np.int64)
-        sign = np.int64(1) << 31
-    else:
-        return None
-    return np.where(bits & sign, -(bits & (sign - 1)), bits)
+def ulps_between(x: F64, y: F64, dtype: str) -> F64:
+    """``x - y`` in units in the last place of the larger of the two, as that dtype has them; exact where they are neighbours."""
+    with np.errstate(divide="ignore"):
+        exponent = np.floor(np.log2(np.maximum(np.abs(x), np.abs(y))))
+    unit = np.exp2(np.maximum(exponent, _SMALLEST_EXPONENT[dtype]) - _MANTISSA_BITS[dtype])
+    ulps: F64 = (x - y) / unit
+    return ulps
 
 
 def describe_choices(choice: Comparison, scores: Comparison | None) -> ChoiceReport | None:
@@ -106,17 +105,20 @@ def describe_choices(choice: Comparison, scores: Comparison | None) -> ChoiceRep
     if not len(scores) or (scores.token_R[at] != token_F).any():
         return _unknown(report, "the scores of these tokens were not compared")
     rows_a, rows_b = scores.sides(at)
-    gap_a = _gaps(scores.a, rows_a, ids_a[flipped], ids_b[flipped], kept_a[flipped], kept_b[flipped])
-    gap_b = _gaps(scores.b, rows_b, ids_b[flipped], ids_a[flipped], kept_b[flipped], kept_a[flipped])
+    dtype = next((name for name in _MANTISSA_BITS if name in (scores.a.dtype, scores.b.dtype)), "")
+    gap_a = _gaps(scores.a, rows_a, dtype, ids_a[flipped], ids_b[flipped], kept_a[flipped], kept_b[flipped])
+    gap_b = _gaps(scores.b, rows_b, dtype, ids_b[flipped], ids_a[flipped], kept_b[flipped], kept_a[flipped])
     if gap_a is None or gap_b is None:
         return _unknown(report, "scores that are not finite, or of a dtype without ulps")
+    if (gap_a < 0).any() and (gap_b < 0).any():
+        return _unknown(report, "the recorded scores alone do not decide: a bias or groups do")
     tie = (gap_a == 0) & (gap_b == 0)
-    wide = np.maximum(np.abs(gap_a), np.abs(gap_b))[~tie]
+    wide = np.minimum(np.abs(gap_a), np.abs(gap_b))[~tie]
     return ChoiceReport(
         tokens,
         report.reordered,
         int(tie.sum()),
-        int(wide.max()) if len(wide) else None,
+        float(wide.max()) if len(wide) else None,
         not_top_a=int((gap_a < 0).sum()),
         not_top_b=int((gap_b < 0).sum()),
     )
@@ -126,7 +128,7 @@ def _unknown(report: ChoiceReport, why: str) -> ChoiceReport:
     return ChoiceReport(report.tokens, report.reordered, unknown=why)
 
 
-def _members(ids: I64, others: I64) -> npt.NDArray[np.bool_]:
+def _members(ids: I64, others: I64) -> Bools:
     """Which ids of each row are in the other row too, (D, C)."""
     found = np.empty(ids.shape, np.bool_)
     for start in range(0, len(ids), _CHUNK):
@@ -135,17 +137,15 @@ def _members(ids: I64, others: I64) -> npt.NDArray[np.bool_]:
     return found
 
 
-def _gaps(
-    boundary: LogicalBoundary, rows: I64, own: I64, other: I64, own_kept: npt.NDArray[np.bool_], other_kept: npt.NDArray[np.bool_]
-) -> I64 | None:
-    """Per row, in ulps: the lowest score of what only this side chose, less the highest of what only the other did.
-    Negative where this side did not choose its highest scores."""
-    scores = scores_of_rows(boundary, rows)
-    ordered = None if scores is None else ulps_of(np.ascontiguousarray(scores), boundary.dtype)
-    if ordered is None or own.min(initial=0) < 0 or max(own.max(initial=0), other.max(initial=0)) >= boundary.width:
+def _gaps(boundary: LogicalBoundary, rows: I64, dtype: str, own: I64, other: I64, own_kept: Bools, other_kept: Bools) -> F64 | None:
+    """Per row, in ulps of ``dtype``: the lowest score of what only this side chose, less the highest of what only the other
+    did. Negative where this side did not choose its highest scores."""
+    scores = scores_of_rows(boundary, rows) if dtype and boundary.dtype in _MANTISSA_BITS else None
+    if scores is None or min(own.min(initial=0), other.min(initial=0)) < 0:
         return None
-    limits = np.iinfo(np.int64)
-    chosen = np.where(own_kept, limits.max, np.take_along_axis(ordered, own, axis=1)).min(axis=1)
-    passed = np.where(other_kept, limits.min, np.take_along_axis(ordered, other, axis=1)).max(axis=1)
-    gaps: I64 = chosen - passed
-    return gaps
+    if max(own.max(initial=0), other.max(initial=0)) >= boundary.width:
+        return None
+    exact = scores.astype(np.float64)
+    chosen = np.where(own_kept, np.inf, np.take_along_axis(exact, own, axis=1)).min(axis=1)
+    passed = np.where(other_kept, -np.inf, np.take_along_axis(exact, other, axis=1)).max(axis=1)
+    return ulps_between(chosen, passed, dtype)

@@ -56,9 +56,15 @@ def differing_conditions(a: LogicalTrace, b: LogicalTrace) -> dict[str, dict[str
     flat_a, flat_b = _flat(a), _flat(b)
     return {
         name: {"a": flat_a.get(name), "b": flat_b.get(name)}
-        for name in sorted(flat_a.keys() | flat_b.keys())
+        for name in sorted(flat_a.keys() | flat_b.keys(), key=_telling)
         if flat_a.get(name) != flat_b.get(name) and VOLATILE.isdisjoint(name.lower().split("."))
     }
+
+
+def _telling(name: str) -> tuple[bool, bool, str]:
+    """Orders names: the model and its mode first, installed packages last."""
+    top = name.partition(".")[0]
+    return top == "packages", top != "model", name
 
 
 def leads(conditions: Mapping[str, Mapping[str, Any]]) -> list[Lead]:

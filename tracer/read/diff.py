@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from tracer.read.absences import absent_boundary, missing_rows, token_findings
-from tracer.read.causes import Graph, find_causes, merge_catalogues
+from tracer.read.causes import Causes, Graph, find_causes, merge_catalogues
 from tracer.read.conditions import differing_conditions, leads
 from tracer.read.divergence import Candidate, Scene, boundary_findings, find_candidates, first_bitwise
 from tracer.read.findings import (
@@ -37,7 +38,7 @@ from tracer.read.own_checks import covered, first_noise, sided
 from tracer.read.pairing import pair_sides
 from tracer.read.verdict import NOISE, Facts, classification, headline, next_step
 from tracer.read.weight_diff import compare_weights, weight_findings
-from tracer.read.wording import count
+from tracer.read.wording import count, row_text
 
 __all__ = ["diff_traces"]
 
@@ -125,8 +126,10 @@ class _Comparing:
         weights = compare_weights(a, b, self.catalogue)
         differing = [name for name, judged in self.judged.items() if name.startswith("input.") and judged.above_D.any()]
         graph = Graph.of(self.catalogue, differing)
-        cells = {name: cell for name, judged in self.judged.items() if (cell := cells_of(judged, len(a.tokens))) is not None}
-        causes = find_causes(graph, cells, a.tokens, [weight.name for weight in weights.differing])
+        causes = Causes()
+        if any(judged.above_D.any() for judged in self.judged.values()):
+            cells = {name: cell for name, judged in self.judged.items() if (cell := cells_of(judged, len(a.tokens))) is not None}
+            causes = find_causes(graph, cells, a.tokens, [weight.name for weight in weights.differing])
         self.conditions = differing_conditions(a, b)
         self.scene = Scene(a, self.pairing, weights, graph, self.judged, causes, leads(self.conditions))
 
@@ -233,7 +236,27 @@ class _Comparing:
             results.append(result_of(judged, self.a, self.floors, root=root, healed_at=healed_at))
             findings += [finding for finding in found.get(info.name, ()) if (finding.code, info.name) not in said]
         findings.sort(key=lambda finding: finding.code is not FindingCode.DTYPE_DIFFERS)
-        return results, findings
+        return [self._with_partings(result) for result in results], findings
+
+    def _with_partings(self, result: BoundaryResult) -> BoundaryResult:
+        """An input at which paired sequences part: one position per pair was held against the other, and differs."""
+        partings = [parting for parting in self.pairing.partings if parting.boundary == result.name]
+        if not partings:
+            return result
+        first = partings[0]
+        request = self.a.sequences[first.sequence_a].name
+        return msgspec.structs.replace(
+            result,
+            outcome=BoundaryOutcome.DIFFERS,
+            rows_compared=result.rows_compared + len(partings),
+            rows_differing=result.rows_differing + len(partings),
+            rows_above_floor=result.rows_above_floor + len(partings),
+            tokens=result.tokens or f"from {row_text(request, first.position_a)}",
+            first_request=result.first_request or request,
+            first_position=first.position_a if result.first_position is None else result.first_position,
+            root=True,
+            text="; ".join(text for text in (result.text, first.text) if text),
+        )
 
     def _counts(self, results: Sequence[BoundaryResult]) -> Counts:
         pairing, judged, weights = self.pairing, self.judged.values(), self.scene.weights

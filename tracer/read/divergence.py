@@ -16,7 +16,7 @@ from tracer.read.findings import Class, Finding, FindingCode, Kind, Place, Root
 from tracer.read.logical import LogicalTrace
 from tracer.read.outcomes import Judged
 from tracer.read.pairing import IDS, Pairing
-from tracer.read.weight_diff import WeightComparison
+from tracer.read.weight_diff import WeightComparison, WeightDifference
 from tracer.read.wording import count, row_text, token_name, token_profile
 
 __all__ = ["Candidate", "Scene", "boundary_findings", "find_candidates", "first_bitwise"]
@@ -24,7 +24,7 @@ __all__ = ["Candidate", "Scene", "boundary_findings", "find_candidates", "first_
 Bools = npt.NDArray[np.bool_]
 
 _WEIGHT_ROOTS = 8
-"""More weights than this that differ are one cause, not many."""
+"""Weights that differ before more boundaries than this are one cause, not many."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +114,19 @@ def _inputs(scene: Scene) -> list[Candidate]:
 
 
 def _weights(scene: Scene) -> list[Candidate]:
-    weights = scene.weights.differing
-    many = len(weights) > _WEIGHT_ROOTS
+    """Weights that differ, one candidate per boundary they stand before; a single one where they stand everywhere."""
+    groups: dict[int, list[WeightDifference]] = {}
+    for weight in scene.weights.differing:
+        groups.setdefault(weight.at, []).append(weight)
+    everywhere = len(groups) > _WEIGHT_ROOTS
     candidates = []
-    for weight in weights[:1] if many else weights:
-        place = Place(boundary=weight.name)
-        text = f"{scene.weights.summary()}; no single boundary is to blame" if many else weight.text
+    for at, group in list(groups.items())[: 1 if everywhere else None]:
+        text = group[0].text if len(group) == 1 else f"{count(len(group), 'weight')} of {scene.graph.boundaries[at].name}"
+        if everywhere:
+            text = f"{scene.weights.summary()}; no single boundary is to blame"
+        place = Place(boundary=group[0].name)
         root = Root(place=place, rows=0, rows_compared=0, tokens="", klass=Class.WEIGHT, text=text)
-        candidates.append(Candidate(weight.at - 0.5, place, root, weight=True))
+        candidates.append(Candidate(at - 0.5, place, root, weight=True))
     return candidates
 
 
@@ -207,7 +212,7 @@ def _value_finding(scene: Scene, info: Boundary, judged: Judged, candidate: Cand
         text += (
             "; a cause: pin the routing before looking further in these tokens" if caused else "; a consequence of an earlier difference"
         )
-    healed = scene.causes.healed.get(info.name)
+    healed = scene.causes.harmless.get(info.name) or scene.causes.healed.get(info.name)
     if healed:
         text = "; ".join(part for part in (f"equal again at {healed}", text) if part)
     first = row_text(place.request, place.position, place.expert)

@@ -225,12 +225,10 @@ def cells_of(judged: Judged, tokens: int) -> Cells | None:
     comparison = judged.comparison
     if comparison.method is Method.NONE or not len(comparison):
         return None
-    compared_K: Bools | None = None
-    alone = len(comparison.only_a) + len(comparison.only_b)
-    if alone or len(np.unique(comparison.token_R)) < tokens:
-        compared_K = np.zeros(tokens, np.bool_)
-        compared_K[comparison.token_R] = True
-        compared_K[comparison.a.token_R[comparison.only_a]] = False
+    seen_K = np.zeros(tokens, np.bool_)
+    seen_K[comparison.token_R] = True
+    seen_K[comparison.a.token_R[comparison.only_a]] = False
+    compared_K: Bools | None = None if seen_K.all() else seen_K
     differs_K: Bools | None = None
     if judged.above_D.any():
         differs_K = np.zeros(tokens, np.bool_)

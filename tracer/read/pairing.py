@@ -200,9 +200,9 @@ class _Tail:
 
 
 def _partings(a: LogicalTrace, b: LogicalTrace, open_a: Mask, open_b: Mask, b_of_a: I64, a_of_b: I64) -> Iterator[Parting]:
-    left_a, left_b = _without_twin(a.sequences, b.sequences)
+    twins, left_a, left_b = _twins(a.sequences, b.sequences)
     parted: list[Parting] = []
-    for i, j in _paired(a.sequences, b.sequences, left_a, left_b):
+    for i, j in twins + _paired(a.sequences, b.sequences, left_a, left_b):
         parting = _part(a.sequences[i], b.sequences[j], i, j, open_a, open_b)
         if parting is not None:
             parted.append(parting)
@@ -214,24 +214,25 @@ def _partings(a: LogicalTrace, b: LogicalTrace, open_a: Mask, open_b: Mask, b_of
     return iter(sorted(parted, key=lambda parting: (parting.sequence_a, parting.position_a)))
 
 
-def _without_twin(a: Sequence[LogicalSequence], b: Sequence[LogicalSequence]) -> tuple[list[int], list[int]]:
-    """Sequences that have no other sequence of exactly the same ids on the other side, one for one."""
+def _twins(a: Sequence[LogicalSequence], b: Sequence[LogicalSequence]) -> tuple[list[tuple[int, int]], list[int], list[int]]:
+    """Pairs of sequences of exactly the same ids, one for one, and the sequences of each side that have no such twin."""
     waiting: dict[bytes, list[int]] = defaultdict(list)
     for j, sequence in enumerate(b):
         if len(sequence.ids):
             waiting[sequence.ids.tobytes()].append(j)
-    left_a, taken = [], set()
+    twins, left_a, taken = [], [], set()
     for i, sequence in enumerate(a):
         if not len(sequence.ids):
             continue
-        twins = waiting.get(sequence.ids.tobytes())
-        if twins:
-            same_name = next((j for j in twins if b[j].name == sequence.name), twins[0])
-            twins.remove(same_name)
+        equal = waiting.get(sequence.ids.tobytes())
+        if equal:
+            same_name = next((j for j in equal if b[j].name == sequence.name), equal[0])
+            equal.remove(same_name)
             taken.add(same_name)
+            twins.append((i, same_name))
         else:
             left_a.append(i)
-    return left_a, [j for j, sequence in enumerate(b) if len(sequence.ids) and j not in taken]
+    return twins, left_a, [j for j, sequence in enumerate(b) if len(sequence.ids) and j not in taken]
 
 
 def _paired(
@@ -320,10 +321,14 @@ def _part(a: LogicalSequence, b: LogicalSequence, i: int, j: int, open_a: Mask, 
     at = _common_prefix(a.ids, b.ids)
     behind_a, behind_b = _behind(a, 0, open_a), _behind(b, 0, open_b)
     if at == len(a.ids) == len(b.ids):
-        if not (len(behind_a) and len(behind_b)):
+        shared = min(len(a.token), len(b.token))
+        seen = np.flatnonzero((a.token[:shared] >= 0) & (b.token[:shared] >= 0))
+        unlike = seen[open_a[a.token[seen]] & open_b[b.token[seen]]]
+        if not len(unlike):
             return None
+        at = int(unlike[0])
         text = "the ids are equal, but the sequences have another context (adapter, images)"
-        return Parting(IDS, i, j, 0, 0, int(a.ids[0]), int(b.ids[0]), behind_a, behind_b, text)
+        return Parting(IDS, i, j, at, at, int(a.ids[at]), int(b.ids[at]), behind_a, behind_b, text)
     if at == min(len(a.ids), len(b.ids)):
         return None  # one side stops early: its missing rows are an absence, not a difference
     value_a, value_b = int(a.ids[at]), int(b.ids[at])

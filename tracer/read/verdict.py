@@ -122,7 +122,7 @@ def _different_line(facts: Facts) -> str:
         parts.insert(0, f"between {_names(root.between)} and here: what lies between was not compared")
     if root is not None and root.klass is Class.DISCRETE and root.text:
         parts.insert(0, root.text)
-    elif (result is not None and result.outcome is BoundaryOutcome.HEALS) or (root is None and result is not None and result.text):
+    elif result is not None and result.text and (root is None or _says_more(result)):
         parts.insert(0, result.text)
     strong = facts.floors.given or (root is not None and root.klass is not Class.UNLOCALIZED)
     lead = "First divergence" if strong else "First bitwise difference"
@@ -130,6 +130,11 @@ def _different_line(facts: Facts) -> str:
         lead = "First divergence: another dtype at"
         return f"{lead} {first.boundary} ({', '.join(parts)})"
     return f"{lead}: {place_text(first)} ({', '.join(parts)})"
+
+
+def _says_more(result: BoundaryResult) -> bool:
+    """Whether what is said of a boundary belongs into the line: that it heals, or that its dtype is another."""
+    return result.outcome is BoundaryOutcome.HEALS or result.dtype_a != result.dtype_b
 
 
 def _names(names: Sequence[str]) -> str:
@@ -146,13 +151,14 @@ def _earlier_parts(facts: Facts) -> list[str]:
     if gone:
         what = "missing" if gone[0].outcome is BoundaryOutcome.MISSING else "incomparable"
         parts.append(f"the first divergence may be earlier: {_names([result.name for result in gone])} {what}")
-    unseen = [result for result in earlier if result.outcome is BoundaryOutcome.NOT_RECORDED]
+    unseen = [result for result in earlier if result.outcome in (BoundaryOutcome.NOT_RECORDED, BoundaryOutcome.NOT_OBSERVABLE)]
     by_sketch = [result for result in compared if result.outcome is BoundaryOutcome.BY_SKETCH]
     within = [result for result in compared if result.outcome is BoundaryOutcome.WITHIN_FLOOR]
     if not compared:
         parts.append("nothing before it was compared")
     else:
-        which = f"all {count(len(compared), 'earlier boundary')} recorded on both sides are" if unseen or gone else "all earlier boundaries"
+        recorded = f"{'the' if len(compared) == 1 else 'all'} {count(len(compared), 'earlier boundary')} recorded on both sides"
+        which = recorded if unseen or gone else "all earlier boundaries"
         parts.append(f"{which} {'identical or within floor' if within else 'identical'}")
     if by_sketch:
         parts.append(f"{len(by_sketch)} of them only by sketch")
@@ -260,14 +266,14 @@ def classification(facts: Facts) -> Classification | None:
     root = facts.root
     klass = root.klass if root is not None else Class.UNLOCALIZED
     evidence, not_proven = [], []
-    if facts.weight:
-        evidence.append(facts.weights.summary())
     if root is not None and root.text:
         evidence.append(root.text)
+    if facts.weight and not any(facts.weights.summary() in said for said in evidence):
+        evidence.insert(0, facts.weights.summary())
     if root is not None and root.distance is not None and root.distance.largest is not None:
         size = "below the sketch's resolution" if root.distance.below_resolution else f"up to {short(root.distance.largest)}"
         evidence.append(f"relative distance {size}, {root.rows} of {root.rows_compared} rows ({root.tokens})")
-    evidence += [lead.text for lead in facts.leads]
+    evidence += [lead.text for lead in facts.leads if not any(lead.text in said for said in evidence)]
     if klass is Class.UNLOCALIZED:
         if not facts.floors.given:
             not_proven.append("that this is more than noise: no floor was given")

@@ -74,13 +74,16 @@ def by_sequence(trace: LogicalTrace, tokens: I64, shift: int = 0) -> str:
 def token_profile(trace: LogicalTrace, compared: I64, differing: I64, shift: int = 0) -> str:
     """Which tokens differ among those compared: ``all``, ``all but position 0``, ``from position 8``, ``all of s0``,
     ``s0:5``, ``12 of 96``. Both are token indices, in any order, repeats allowed."""
-    compared, differing = np.unique(compared), np.unique(differing)
+    among_K, apart_K = np.zeros(len(trace.tokens), np.bool_), np.zeros(len(trace.tokens), np.bool_)
+    among_K[compared] = True
+    apart_K[differing] = True
+    compared, differing = np.flatnonzero(among_K), np.flatnonzero(apart_K)
     if not len(differing):
         return ""
     if len(differing) == len(compared):
         return "all"
     position = trace.tokens.position_K[compared] - shift
-    differs = np.isin(compared, differing, assume_unique=True)
+    differs = apart_K[compared]
     if np.array_equal(differs, position > 0):
         return "all but position 0"
     sequence = trace.tokens.sequence_K[compared]

@@ -42,7 +42,8 @@ class Source:
     ``shard``: (mesh axis, layout axis it cuts), a column axis or, under sequence and context parallelism, a row axis.
     ``order``: (row axis, contiguous | zigzag). ``replicated``, ``partial``: mesh axes over which copies are equal, or
     values are partial sums. ``after_root``: the module runs once the root has returned, in calls that share out the rows;
-    all of them belong to the forward before, as one use. ``derived``: ``host`` (from ``Forward.ids_N`` and ``Forward.inputs``; no module) or
+    all of them belong to the forward before, as one use. ``derived``: ``host`` (from ``Forward.ids_N`` and
+    ``Forward.inputs``; no module) or
     ``logprobs`` (log softmax of this leaf, which is ``lm_head``'s, at the next token, float32, one column).
     """
 

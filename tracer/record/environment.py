@@ -28,7 +28,7 @@ UNKNOWN = "unknown"
 REDACTED = "<redacted>"
 
 _VARIABLES = re.compile(
-    r"(OMP_|MKL_|OPENBLAS_|KMP_|CUBLAS|CUDA_|CUDNN_|NVIDIA_|PYTORCH_|TORCH|TRITON_|NCCL_|GLOO_|VLLM_|SGLANG_|HIP_|HSA_|ROCM_|MIOPEN_|XLA_"
+    r"(OMP_|MKL_|OPENBLAS_|KMP_|CUBLAS|CUDA_|CUDNN_|NVIDIA_|PYTORCH_|TORCH|TRITON_|NCCL_|GLOO_|HIP_|HSA_|ROCM_|MIOPEN_|XLA_"
     r"|PYTHONHASHSEED\Z|FLASH_|ATTENTION|NVTE_|WORLD_SIZE\Z|LOCAL_WORLD_SIZE\Z)"
 )
 _PLACE = re.compile(r"_(DIR|PATH|HOME|FILE|PREFIX|RUN_ID|IDENT|BUFFER_NAME)\Z")
@@ -59,7 +59,7 @@ def run_conditions(host: Host) -> dict[str, Any]:
         "torch": _torch_switches(),
         "threads": _threads(),
         "devices": _devices(),
-        "environment": environment_variables(os.environ),
+        "environment": environment_variables(os.environ, getattr(host, "environment_prefixes", ())),
         "model": host.conditions(),
     }
 
@@ -71,12 +71,12 @@ def _names_secret(name: str) -> bool:
     return bool(_SECRET.search(_NOT_SECRET.sub("", name)))
 
 
-def environment_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that can change numbers or layout, without anything that looks like a secret."""
+def environment_variables(environment: Mapping[str, str], prefixes: Sequence[str] = ()) -> dict[str, str]:
+    """The variables that can change numbers or layout, without anything that looks like a secret. ``prefixes``: a host's own."""
     return {
         name: _LOOKS_SECRET.sub(REDACTED, value)
         for name, value in sorted(environment.items())
-        if _VARIABLES.match(name) and not _PLACE.search(name) and not _names_secret(name)
+        if (_VARIABLES.match(name) or name.startswith(tuple(prefixes))) and not _PLACE.search(name) and not _names_secret(name)
     }
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ __all__ = ["PendingFingerprints", "fingerprint_on_device", "fingerprint_tensor"]
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_THREADS = 8
+_THREADED_ITEMS = 1 << 17
+"""Smaller tensors are done before a helper thread would wake up."""
 _CHUNK_WORDS = 1 << 23
 """Words of one step on a device; its widest temporaries are 64 MiB each."""
 _ROW = np.dtype([("digest", "<u8", LANES), ("sketch", "<f4", GROUP), ("sum_squares", "<f8"), ("abs_max", "<f4"), ("nonfinite", "<u4")])
@@ -56,7 +58,8 @@ def fingerprint_tensor(rows_NC: torch.Tensor, *, width: int, spans: tuple[Span, 
         return fingerprint_on_device(rows_NC, width=width, spans=spans)
     reals_NC, name = _dense(rows_NC)
     storage_NC = reals_NC.view(_SAME_SIZE[reals_NC.element_size()]).numpy()
-    fingerprints = fingerprint_rows(storage_NC, name, width=width, spans=spans, threads=_threads())
+    threads = _threads() if storage_NC.size >= _THREADED_ITEMS else 1
+    fingerprints = fingerprint_rows(storage_NC, name, width=width, spans=spans, threads=threads)
     return PendingFingerprints(lambda: fingerprints)
 
 
@@ -79,10 +82,15 @@ def _dense(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         raise _no_memory(tensor, f"{tensor.layout}, {tensor.dtype} on {tensor.device}")
     tensor = tensor.detach()
-    name = str(tensor.dtype).removeprefix("torch.")
+    name = _name(tensor.dtype)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj()).flatten(-2)
     return tensor.resolve_neg(), name
+
+
+@cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _no_memory(tensor: torch.Tensor, found: str) -> CaptureError:

@@ -64,12 +64,14 @@ class Selection:
 
 
 class ForwardRecord:
-    """One forward, kept as long as a recomputation of it may come."""
+    """One forward. Kept while it runs; with checkpointed regions, as long as a recomputation may come."""
 
     def __init__(self, number: int, forward: Forward, wanted: PositionFilter | None) -> None:
         self.number = number
         self.forward = forward
         self.grad = torch.is_grad_enabled()
+        self.checkpointed = False
+        """A module of it ran inside a checkpointed region."""
         self.calls: Counter[tuple[Watch, bool]] = Counter()
         self.shown: dict[str, list[Selection]] = {}
         """Rows recorded so far in the first pass, by boundary."""

@@ -44,18 +44,22 @@ class RecomputeFinder(Generic[F]):
         """By address; without a forward where several used the same living storage (a mask)."""
         self._region: tuple[int, F] | None = None
 
-    def note_first_pass(self, forward: F, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A module runs in ``forward``, which began with gradients enabled, with these inputs."""
+    def note_first_pass(self, forward: F, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """A module runs in ``forward``, which began with gradients enabled, with these inputs. Whether it seems to run inside
+        a checkpointed region; only then is ``forward`` kept."""
         frame = _checkpoint_frame("frame")
         if frame is not None:
             self._frames[frame] = forward
-        elif not torch.is_grad_enabled():
+            return True
+        if not torch.is_grad_enabled():
             for storage in _storages(args, kwargs):
                 seen = self._inputs.pop(storage.data_ptr(), None)
                 shared = seen is not None and seen[1] is not forward and not seen[0].expired()
                 self._inputs[storage.data_ptr()] = (_StorageReference(storage), None if shared else forward)
             while len(self._inputs) > _REMEMBERED_INPUTS:
                 self._inputs.popitem(last=False)
+            return True
+        return False
 
     def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> F | None:
         """The forward that a module running inside a backward belongs to, None where ways 1 and 2 and the region do

@@ -36,7 +36,7 @@ from tracer.record.tokens import SequenceRegistry
 __all__ = ["Recorder"]
 
 _OUTSTANDING = 64
-"""Forwards with gradients that a recomputation may still belong to."""
+"""Forwards with checkpointed regions that a recomputation may still belong to."""
 _OUTSIDE = "outside tokens="
 _COUNTED = {
     "outside-forward": "{n} calls of watched modules outside any forward of the root module were not recorded",
@@ -97,8 +97,6 @@ class Recorder:
         self.rows += len(record.main.rows)
         self._skipped_rows.update(forward.skipped)
         self._leave_out(forward.rows)
-        if record.grad:
-            self._outstanding.append(record)
         self._release_scores()
         for scored in self._scores.score_waiting():
             self._hold_scores(scored, executions=0)
@@ -187,8 +185,9 @@ class Recorder:
                 if not (self._skipping or watch.after_root):
                     self.counted["outside-forward"] += 1
                 return None
-            if record.grad:
-                self._finder.note_first_pass(record, args, kwargs)
+            if record.grad and self._finder.note_first_pass(record, args, kwargs) and not record.checkpointed:
+                record.checkpointed = True
+                self._outstanding.append(record)
         number = record.calls[watch, recompute]
         record.calls[watch, recompute] += 1
         if recompute:

@@ -114,7 +114,7 @@ def local_tensor(leaf: torch.Tensor) -> torch.Tensor:
     A DTensor gives its local part (never a collective: other ranks may not be in a hook); an asynchronous collective's
     result is waited for, because ``detach`` and ``view`` of it would be read unreduced.
 
-    Raises CaptureError (leaf-not-tensor) for tensors without readable data: meta, fake, sparse, nested."""
+    Raises CaptureError (leaf-not-tensor) for tensors without readable data: meta, fake, sparse, nested, quantized."""
     if type(leaf) is not torch.Tensor and type(leaf) is not torch.nn.Parameter:
         if hasattr(leaf, "_local_tensor"):
             leaf = leaf._local_tensor
@@ -123,8 +123,9 @@ def local_tensor(leaf: torch.Tensor) -> torch.Tensor:
         if hasattr(leaf, "fake_mode"):
             raise CaptureError(Code.LEAF_NOT_TENSOR, "leaf is a fake tensor: it has no data")
     leaf = leaf.detach()
-    if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_meta:
-        kind = "meta" if leaf.is_meta else "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+    if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_meta or leaf.is_quantized:
+        kinds = {"meta": leaf.is_meta, "nested": leaf.is_nested, "quantized": leaf.is_quantized}
+        kind = next((kind for kind, is_it in kinds.items() if is_it), str(leaf.layout).removeprefix("torch."))
         raise CaptureError(Code.LEAF_NOT_TENSOR, f"leaf is a {kind} tensor: it has no plain data")
     return leaf
 

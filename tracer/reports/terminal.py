@@ -8,12 +8,18 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from tracer.reports.view import Block, Facts, Headline, Items, Table
 
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
 __all__ = ["print_view", "render_plain"]
 
+_FOLDING = ("tokens", "note", "rows that differ", "mesh")
+"""Columns that may fold; all others stay whole."""
+_FOLDED = 12
 _STYLES = {"good": "bold green", "bad": "bold red", "open": "bold yellow"}
 
 
@@ -49,7 +55,7 @@ def _plain(block: Block) -> str:
 
 
 def _plain_table(table: Table) -> str:
-    used = [at for at, column in enumerate(table.columns) if any(row[at] for row in table.rows)]
+    used = _used(table)
     widths = [max(len(table.columns[at]), *(len(row[at]) for row in table.rows)) for at in used]
     lines = []
     for row in (table.columns, *table.rows):
@@ -58,7 +64,6 @@ def _plain_table(table: Table) -> str:
 
 
 def _print_rich(blocks: Sequence[Block], out: TextIO) -> None:
-    from rich import box
     from rich.console import Console
     from rich.table import Table as RichTable
     from rich.text import Text
@@ -81,15 +86,50 @@ def _print_rich(blocks: Sequence[Block], out: TextIO) -> None:
                 console.print(Text(title, style="bold"))
                 for item in items:
                     console.print(Text(f"  {item}"), soft_wrap=False)
-            case Table(columns=columns, rows=rows, marked=marked, rest=rest):
-                used = [at for at in range(len(columns)) if any(row[at] for row in rows)]
-                drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
-                for at in used:
-                    drawn.add_column(
-                        Text(columns[at]), overflow="fold", no_wrap=columns[at] in ("", "outcome", "differ", "distance", "floor")
-                    )
-                for line, row in enumerate(rows):
-                    drawn.add_row(*(Text(row[at]) for at in used), style="bold" if line in marked else None)
-                console.print(drawn)
+            case Table(rest=rest):
+                if _needs(block) <= console.width:
+                    console.print(_drawn_table(block))
+                else:
+                    for line in _stacked(block):
+                        console.print(Text(line))
                 if rest:
                     console.print(Text(rest, style="dim"))
+
+
+def _used(table: Table) -> list[int]:
+    """Columns in which any row says something."""
+    return [at for at in range(len(table.columns)) if any(row[at] for row in table.rows)]
+
+
+def _needs(table: Table) -> int:
+    """Least width at which a table is readable: columns that fold may be narrow, all others are whole."""
+    widths = []
+    for at in _used(table):
+        longest = max(len(table.columns[at]), *(len(row[at]) for row in table.rows))
+        widths.append(min(longest, _FOLDED) if table.columns[at] in _FOLDING else longest)
+    return sum(widths) + 2 * len(widths)
+
+
+def _drawn_table(table: Table) -> RichTable:
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    drawn = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    used = _used(table)
+    for at in used:
+        folds = table.columns[at] in _FOLDING
+        drawn.add_column(Text(table.columns[at]), overflow="fold", no_wrap=not folds, min_width=_FOLDED if folds else None)
+    for number, row in enumerate(table.rows):
+        drawn.add_row(*(Text(row[at]) for at in used), style="bold" if number in table.marked else None)
+    return drawn
+
+
+def _stacked(table: Table) -> list[str]:
+    """A table as one short paragraph per row, for a terminal too narrow for columns."""
+    name = next(at for at, column in enumerate(table.columns) if column)
+    lines = []
+    for row in table.rows:
+        lines.append(f"{row[name]}" + (f" ({row[0]})" if name and row[0] else ""))
+        lines.append("  " + ", ".join(f"{table.columns[at]} {row[at]}" for at in range(name + 1, len(row)) if row[at]))
+    return lines

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tracer.read.conditions import flat_conditions
 from tracer.read.findings import BoundaryOutcome, BoundaryResult, Counts, DiffResult, Distance, Finding, Kind, Side, SideSummary, Verdict
-from tracer.read.inventory import Inventory
-from tracer.read.load import VerifyReport
-from tracer.read.siblings import SiblingResult
-from tracer.read.weight_report import WeightResult, WeightState, rows_text
+
+if TYPE_CHECKING:  # each command loads the reader it needs, and no other
+    from tracer.read.inventory import Inventory
+    from tracer.read.load import VerifyReport
+    from tracer.read.siblings import SiblingResult
+    from tracer.read.weight_report import WeightResult
 
 __all__ = [
     "Block",
@@ -138,7 +139,12 @@ def _class(result: DiffResult) -> list[tuple[str, str]]:
     roots = result.roots[1:] if result.roots and result.first == result.roots[0].place else result.roots
     for number, root in enumerate(roots[:_PER_CODE]):
         where = f"{root.place.boundary}" + (f", {root.place.request}:{root.place.position}" if root.place.position is not None else "")
-        lines.append(("other roots" if number == 0 else "", f"{where} ({root.klass.value}, {root.rows} rows)"))
+        lines.append(
+            (
+                "other roots" if number == 0 else "",
+                f"{where} ({root.klass.value}" + (f", {root.rows} row{'s' * (root.rows != 1)})" if root.rows else ")"),
+            )
+        )
     if len(roots) > _PER_CODE:
         lines.append(("", f"and {len(roots) - _PER_CODE} more"))
     return lines
@@ -285,6 +291,8 @@ def _value(value: Any) -> str:
 
 def view_weights(result: WeightResult, *, everything: bool = False) -> list[Block]:
     """Weights that differ, are missing or unknown; with ``everything`` the identical ones too."""
+    from tracer.read.weight_report import WeightState, rows_text
+
     blocks: list[Block] = [Headline(result.headline, _TONES[result.verdict])]
     blocks.append(Facts((("A", side_text(result.a)), ("B", side_text(result.b)))))
     lines = [line for line in result.weights if everything or line.state is not WeightState.IDENTICAL]
@@ -327,6 +335,8 @@ def _more(rows: int) -> str:
 
 def view_inventory(result: Inventory, *, everything: bool = False) -> list[Block]:
     """What a trace holds."""
+    from tracer.read.conditions import flat_conditions
+
     blocks: list[Block] = []
     if result.complete:
         blocks.append(Headline(f"{result.path}: complete, {result.world_size} process{'es' * (result.world_size != 1)}", "good"))

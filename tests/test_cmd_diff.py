@@ -1,0 +1,83 @@
+"""``tracer diff`` on traces on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.cli_runs import run_tracer
+from tests.trace_files import BOUNDARIES, fingerprints, manifest, row_set
+from tracer.format.schema import Sequence
+from tracer.format.store import ShardWriter
+from tracer.read.findings import DiffResult
+
+
+def write(out: Path, *, changed: str = "", by: float = 0.0) -> Path:
+    """A trace of one forward of eight tokens; row 5 of one boundary may be changed."""
+    writer = ShardWriter(out, 0)
+    writer.open_sequence(Sequence(label="s0"))
+    writer.add_ids(0, 0, np.arange(8))
+    rows = row_set(range(8))
+    for number, name in enumerate(BOUNDARIES):
+        found = fingerprints(8, number)
+        assert found.sketch_N16 is not None
+        assert found.sum_squares_N is not None
+        found.sum_squares_N[:] = np.square(found.sketch_N16.astype(np.float64)).sum(axis=1)
+        if name == changed:
+            found.digest_N2[5] += np.uint64(1)
+            found.sketch_N16[5] *= np.float32(1 + by)
+        writer.add(name, rows, found, dtype="bfloat16", width=64)
+    writer.commit(manifest(rows=8))
+    return out
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """Two traces that differ by a thousandth at one row."""
+    return write(tmp_path / "a"), write(tmp_path / "b", changed="layers.0.residual", by=1e-3)
+
+
+def test_exit_codes_and_the_line(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """Equal traces exit 0, different ones 1, and the first line says which."""
+    assert run_tracer("diff", pair[0], pair[0]) == 0
+    assert capsys.readouterr().out.startswith("Same: 8 rows at 3 boundaries, all identical")
+    assert run_tracer("diff", *pair) == 1
+    assert capsys.readouterr().out.startswith("First bitwise difference: layers.0.residual, request s0, token 5")
+
+
+def test_floor_and_tolerance(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A floor trace or a tolerance that covers the difference exits 0."""
+    noisy = write(tmp_path / "noisy", changed="layers.0.residual", by=6e-4)
+    assert run_tracer("diff", *pair, "--floor-a", noisy) == 0
+    assert "within the given floor" in capsys.readouterr().out
+    assert run_tracer("diff", *pair, "--floor-b", pair[1]) == 1
+    assert run_tracer("diff", *pair, "--tolerance", "relative=2e-3") == 0
+    assert run_tracer("diff", *pair, "--tolerance", "layers.*.residual=2e-3") == 0
+    assert run_tracer("diff", *pair, "--tolerance", "relative=1e-4") == 1
+    assert run_tracer("diff", *pair, "--floor", "self") == 1
+
+
+@pytest.mark.parametrize("wrong", [["--tolerance", "ulps=2"], ["--tolerance", "x"], ["--floor", "{a}"], ["--floor-a", "nowhere"]])
+def test_unusable_options_are_2(wrong: list[str], pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """Options that cannot be carried out are usage errors with a code."""
+    assert run_tracer("diff", *pair, *(word.format(a=pair[0]) for word in wrong)) == 2
+    assert "tracer: [" in capsys.readouterr().err
+
+
+def test_json(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--json FILE`` writes the whole result beside the report; ``-`` writes it instead."""
+    assert run_tracer("diff", *pair, "--json", tmp_path / "out.json") == 1
+    assert "layers.0.residual" in capsys.readouterr().out
+    result = msgspec.json.decode((tmp_path / "out.json").read_bytes(), type=DiffResult)
+    assert (result.exit, result.first and result.first.boundary) == (1, "layers.0.residual")
+    assert run_tracer("diff", *pair, "--json", "-") == 1
+    assert msgspec.json.decode(capsys.readouterr().out, type=DiffResult) == result
+
+
+def test_all(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """``--all`` leaves nothing out."""
+    run_tracer("diff", *pair, "--all")
+    assert "not shown" not in capsys.readouterr().out

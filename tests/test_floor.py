@@ -1,0 +1,144 @@
+"""Floors and tolerances: what they cover, and which traces may serve as one."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from tests.sides import Side
+from tracer.errors import Code, UsageError
+from tracer.read.diff import diff_traces
+from tracer.read.findings import BoundaryOutcome, Finding, FindingCode, Kind
+from tracer.read.floor import Floors, Tolerance, measure_floors, parse_tolerance
+
+NAME = "layers.2.attn.out"
+
+
+def changed(by: float, *, path: str = "side") -> Side:
+    """A side with one element changed, carried on."""
+    side = Side(path=path)
+    side.carry_on(NAME, "s0:5", by=by)
+    return side
+
+
+def test_a_tolerance_is_read_from_text() -> None:
+    """``relative=`` and boundary globs are read; the first glob that matches wins over the general limit."""
+    tolerance = parse_tolerance("relative=1e-3, layers.*.attn.core=1e-2,lm_head=0")
+    assert (tolerance.at("embedding"), tolerance.at("layers.3.attn.core"), tolerance.at("lm_head")) == (1e-3, 1e-2, 0.0)
+
+
+@pytest.mark.parametrize("text", ["1e-3", "relative=", "relative=x", "=1", "relative=-1", "relative=nan", "ulps=0.5"])
+def test_an_unreadable_tolerance_is_refused(text: str) -> None:
+    """Anything but finite numbers of 0 or more under a name is a usage error."""
+    with pytest.raises(UsageError) as error:
+        parse_tolerance(text)
+    assert error.value.code is Code.BAD_ARGUMENT
+
+
+@pytest.mark.parametrize(("by", "expected"), [(1.9e-3, 0), (2.2e-3, 1)])
+def test_twice_the_floor_is_the_limit(by: float, expected: int) -> None:
+    """A row is above the floor if its distance is more than twice the floor's largest."""
+    result = diff_traces(Side().trace(), changed(by).trace(), floor_a=changed(1e-3).trace())
+    assert result.exit == expected
+
+
+def test_a_floor_of_zero_leaves_no_room() -> None:
+    """A floor trace without any difference makes every other digest a difference, however small."""
+    b = Side()
+    b.values["lm_head"].rows[3, 5] = 0.0
+    a = Side()
+    a.values["lm_head"].rows[3, 5] = -0.0
+    assert diff_traces(a.trace(), b.trace(), floor_a=a.trace()).exit == 1
+    assert diff_traces(a.trace(), b.trace(), tolerance=Tolerance(1e-6)).exit == 0
+
+
+def test_the_largest_of_all_floor_pairs_counts() -> None:
+    """Floors of both sides and of several traces are joined per boundary by the largest distance."""
+    a, b = Side().trace(), Side().trace()
+    floors = measure_floors(a, b, floor_a=[changed(1e-4).trace(), changed(3e-4).trace()], floor_b=[changed(2e-4).trace()])
+    alone = measure_floors(a, b, floor_a=[changed(3e-4).trace()])
+    assert floors.by_boundary == alone.by_boundary
+    assert floors.by_boundary["embedding"] == 0.0
+
+
+def test_a_choice_is_within_the_floor_only_if_the_floor_flips_there_too() -> None:
+    """Integers have no distance: a floor pair that chooses otherwise at that boundary covers them, a tolerance does not."""
+    a, b, noisy = Side(moe=True), Side(moe=True), Side(moe=True)
+    ids = "layers.1.moe.topk_ids"
+    for side, row in ((b, "s0:2"), (noisy, "s1:1")):
+        rows = side.values[ids].rows.copy()
+        rows[side.at(row)] = np.sort((rows[side.at(row)] + 1) % 8)
+        side.values[ids].rows = rows
+    assert diff_traces(a.trace(), b.trace(), tolerance=Tolerance(10.0)).exit == 1
+    within = diff_traces(a.trace(), b.trace(), floor_a=noisy.trace())
+    assert next(entry.outcome for entry in within.boundaries if entry.name == ids) is BoundaryOutcome.WITHIN_FLOOR
+
+
+def test_inputs_and_counts_of_nonfinite_values_are_never_covered() -> None:
+    """No tolerance makes other positions equal, nor a NaN where the other side has a number."""
+    a, b = Side(), Side()
+    b.values["input.positions"].rows[2, 0] += 1
+    assert diff_traces(a.trace(), b.trace(), tolerance=Tolerance(100.0)).exit == 1
+    c = Side()
+    c.values["lm_head"].rows[3, 5] = np.nan
+    assert diff_traces(a.trace(), c.trace(), tolerance=Tolerance(100.0)).exit == 1
+
+
+def test_a_floor_finds_its_side() -> None:
+    """``floor`` serves the side with its host and weights, and is refused where it fits both or neither."""
+    a, b, again, other = Side(), Side(), Side(), Side()
+    for side in (b, other):
+        side.host = "engine"
+    other.set_weight("lm_head.weight", 1)
+    b.carry_on(NAME, "s0:5")
+    again.carry_on(NAME, "s0:5")
+    assert diff_traces(a.trace(), b.trace(), floor=again.trace()).exit == 0
+    for wrong, text in ((other, "neither"), (again, "both")):
+        with pytest.raises(UsageError, match=text) as error:
+            diff_traces(a.trace(), (a if text == "both" else b).trace(), floor=wrong.trace())
+        assert error.value.code is Code.BAD_ARGUMENT
+
+
+def test_a_floor_of_other_weights_is_refused() -> None:
+    """A floor trace taken with other weights would hide real differences."""
+    wrong = Side()
+    wrong.set_weight("lm_head.weight", 1)
+    with pytest.raises(UsageError, match="with other weights"):
+        diff_traces(Side().trace(), Side().trace(), floor_a=wrong.trace())
+
+
+def test_a_floor_without_a_common_token_is_refused() -> None:
+    """A floor must have been fed what its side was fed."""
+    with pytest.raises(UsageError, match="no token"):
+        diff_traces(Side().trace(), Side().trace(), floor_b=Side({"x": [1, 2, 3]}).trace())
+
+
+def test_an_incomplete_floor_is_refused() -> None:
+    """A floor trace that cannot be read as a whole measures nothing."""
+    torn = Side()
+    torn.findings = [Finding(code=FindingCode.SHARD_MISSING, kind=Kind.UNREADABLE, text="rank 1 is missing")]
+    with pytest.raises(UsageError, match="rank 1 is missing"):
+        diff_traces(Side().trace(), Side().trace(), floor_a=torn.trace())
+
+
+def test_own_noise_as_floor() -> None:
+    """Siblings that differ by an undefined distance count as another value where no sketch is kept."""
+    side = Side(moe=True)
+    side.noise = {NAME: 2e-3, "layers.0.moe.topk_ids": math.nan}
+    floors = measure_floors(side.trace(), Side(moe=True).trace(), own=True)
+    assert (floors.by_boundary[NAME], floors.by_boundary["layers.0.moe.topk_ids"]) == (2e-3, 1.0)
+    assert floors.covers_noise("anything", math.nan)
+    assert not Floors().covers_noise(NAME, 1e-9)
+
+
+def test_a_boundary_the_floor_lacks_has_no_floor() -> None:
+    """Where the floor trace did not record a boundary, its differences are above and no floor is stated."""
+    noisy = Side(level=1)
+    noisy.carry_on(NAME, "s0:5")
+    b = Side()
+    b.change("layers.3.attn.q", "s0:2", by=1e-6)
+    result = diff_traces(Side().trace(), b.trace(), floor_a=noisy.trace())
+    found = next(entry for entry in result.boundaries if entry.name == "layers.3.attn.q")
+    assert (result.exit, found.floor, found.rows_above_floor) == (1, None, 1)
