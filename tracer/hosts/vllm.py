@@ -200,7 +200,7 @@ class VllmHost:
         engine samples from."""
         state: _State = forward.state
         given, output = state.logit_input, state.output
-        if given is not None and output is not None and output[0] == given[0]:
+        if given and output and given[0] == output[0]:
             first, left = divmod(given[1] - output[1], max(output[2], 1))
             if left == 0 and 0 <= first and first + count <= len(forward.rows):
                 return Rows(forward.rows.sequence_N[first : first + count], forward.rows.position_N[first : first + count])
