@@ -118,5 +118,6 @@ def statuses(trace: Path, status: str) -> set[str]:
 
 
 def keys(trace: Path) -> set[int]:
-    """Token keys of all rows of a trace."""
-    return {int(key) for key in tracer.open_trace(trace).tokens.key}
+    """Token keys of the rows that a trace has at its embedding."""
+    logical = tracer.open_trace(trace)
+    return set(logical.tokens.key_K[logical.boundaries["embedding"].token_R].tolist())

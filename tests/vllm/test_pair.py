@@ -29,18 +29,18 @@ def test_first_difference_of_a_mixture(engine: Build, checkpoint: Checkpoint, tm
     identical, weights too, those included that the engine repacked when loading."""
     trainer, rollout = pair(engine, checkpoint, "Qwen3Moe", dtype, tmp_path)
     result = tracer.diff_traces(trainer, rollout)
-    assert result.exit_code == 1
+    assert result.exit == 1
     assert result.first is not None
     assert result.first.boundary == first
-    assert result.verdict.startswith("First bitwise difference")
+    assert result.headline.startswith("First bitwise difference")
     assert not [finding for finding in result.findings if finding.code in ("weight-differs", "weight-unknown")]
 
 
 def test_a_floor_tells_rounding_from_more(engine: Build, checkpoint: Checkpoint, tmp_path: Path) -> None:
     """With a healthy pair of the same kind as the tolerance nothing is above it; without one the words are the weaker ones."""
     trainer, rollout = pair(engine, checkpoint, "Qwen3Moe", "float32", tmp_path)
-    assert tracer.diff_traces(trainer, rollout).exit_code == 1
-    assert tracer.diff_traces(trainer, rollout, tolerance=tracer.Tolerance(relative=1e-4)).exit_code == 0
+    assert tracer.diff_traces(trainer, rollout).exit == 1
+    assert tracer.diff_traces(trainer, rollout, tolerance=tracer.Tolerance(relative=1e-4)).exit == 0
 
 
 @pytest.mark.parametrize("family", ["Qwen3", "Llama", "Mixtral", "Gemma2"])
@@ -48,7 +48,7 @@ def test_other_families(engine: Build, checkpoint: Checkpoint, tmp_path: Path, f
     """Every family with bindings for both hosts records all its boundaries, finds equal weights, and agrees up to rounding."""
     trainer, rollout = pair(engine, checkpoint, family, "float32", tmp_path)
     result = tracer.diff_traces(trainer, rollout, tolerance=tracer.Tolerance(relative=1e-4))
-    assert result.exit_code == 0, result.verdict
+    assert result.exit == 0, result.headline
     assert not [finding for finding in result.findings if finding.code in ("weight-differs", "weight-unknown")]
 
 
@@ -56,6 +56,6 @@ def test_a_stale_expert_is_found(engine: Build, checkpoint: Checkpoint, tmp_path
     """A weight update that the engine has not got is named by its expert, although the engine repacked it."""
     trainer, rollout = pair(engine, checkpoint, "Qwen3Moe", "float32", tmp_path, "stale-expert")
     result = tracer.diff_traces(trainer, rollout)
-    assert result.exit_code == 1
+    assert result.exit == 1
     assert {f.boundary or f.text for f in result.findings if f.code == "weight-differs"}
     assert any("layers.1.moe.experts.5.down.weight" in f.text or "layers.1.moe.experts.5.down.weight" == f.boundary for f in result.findings)

@@ -23,7 +23,7 @@ def test_tensor_parallel_workers(engine: Build, checkpoint: Checkpoint, tmp_path
     result = tracer.diff_traces(tmp_path / "one", tmp_path / "two")
     assert result.first is not None
     assert result.first.boundary == "layers.0.attn.out"
-    assert not [finding for finding in result.findings if finding.code in ("weight-differs", "weight-unknown", "replicas-differ")]
+    assert not [finding for finding in result.findings if finding.code in ("weight-differs", "weight-unknown", "replicas-disagree")]
     assert len(tracer.open_trace(tmp_path / "steps").sequences) == 3
 
 
@@ -40,9 +40,8 @@ def test_compiled_engine_is_vacuous(checkpoint: Checkpoint, tmp_path: Path) -> N
     """In a compiled engine the boundaries inside the graph are vacuous, with the reason and the remedy; no verdict passes."""
     run_script("compiled.py", str(checkpoint("Qwen3", "float32")), str(tmp_path / "t"), TORCHDYNAMO_DISABLE="0")
     logical = tracer.open_trace(tmp_path / "t")
-    silent = [b for b in logical.boundaries.values() if b.name == "layers.0.attn.out"]
-    assert silent
+    assert "layers.0.attn.out" not in logical.boundaries
     text = (tmp_path / "t/shard-00000/manifest.json").read_text()
     assert "vLLM compiled the model" in text
     assert "tracer.vllm_options()" in text
-    assert tracer.diff_traces(tmp_path / "t", tmp_path / "t").exit_code == 2
+    assert tracer.diff_traces(tmp_path / "t", tmp_path / "t").exit == 2
