@@ -200,9 +200,9 @@ class VllmHost:
         engine samples from."""
         state: _State = forward.state
         given, output = state.logit_input, state.output
-        if given and output and given[0] == output[0]:
+        if given is not None and output is not None and given[0] == output[0]:
             first, left = divmod(given[1] - output[1], max(output[2], 1))
-            if left == 0 and 0 <= first and first + count <= len(forward.rows):
+            if left == 0 and first >= 0 and first + count <= len(forward.rows):
                 return Rows(forward.rows.sequence_N[first : first + count], forward.rows.position_N[first : first + count])
             return None
         return state.ends_R if count == len(state.ends_R) else None
