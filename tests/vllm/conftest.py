@@ -1,4 +1,6 @@
-"""One vLLM process for the whole session: engines are built once per setting and kept, as vLLM wants it."""
+"""One vLLM process for the whole session: engines are built once per setting and kept, as vLLM wants it.
+
+Nothing here skips: without vLLM the tests fail, and `make test-vllm` decides whether they run at all."""
 
 from __future__ import annotations
 
@@ -12,8 +14,6 @@ import pytest
 from tests.vllm.engines import ENVIRONMENT, SETTINGS, write_checkpoint
 
 os.environ.update(ENVIRONMENT)
-
-pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm") if os.environ.get("CI") != "true" else __import__("vllm")
 
 Build = Callable[..., Any]
 
