@@ -148,8 +148,12 @@ def _row_prints(parameter: HostParameter) -> Fingerprints:
 
 def _joined(parts: list[Fingerprints]) -> Fingerprints:
     """One after the other; all parts have the same kinds of fields."""
-    columns = [[getattr(part, name) for part in parts] for name in ("digest_N2", "sketch_N16", "sum_squares_N", "abs_max_N", "nonfinite_N")]
-    return Fingerprints(*(None if column[0] is None else np.concatenate(column) for column in columns))
+    names = ("sketch_N16", "sum_squares_N", "abs_max_N", "nonfinite_N")
+    statistics = {name: [getattr(part, name) for part in parts] for name in names}
+    return Fingerprints(
+        np.concatenate([part.digest_N2 for part in parts]),
+        **{name: None if held[0] is None else np.concatenate(held) for name, held in statistics.items()},
+    )
 
 
 def _changed(model: torch.nn.Module, before: dict[str, _Loaded]) -> Iterator[tuple[str, _Repacked]]:
