@@ -4,6 +4,7 @@ PYTHON ?= python3
 NEWEST := .venv
 OLDEST := .venv-oldest
 MEGATRON := .venv-megatron
+VLLM := .venv-vllm
 PYTEST := -m pytest -n 2 -p no:cacheprovider
 PROJECT := -e '.[transformers,dev]'
 comma := ,
@@ -22,7 +23,7 @@ define environment
 	touch $@
 endef
 
-.PHONY: demo test lint test-newest test-oldest test-megatron bench clean
+.PHONY: demo test lint test-newest test-oldest test-megatron test-vllm bench clean
 
 demo: $(NEWEST)/.stamp
 	$(NEWEST)/bin/tracer demo
@@ -45,11 +46,25 @@ test-oldest: $(OLDEST)/.stamp
 test-megatron: $(MEGATRON)/.stamp
 	OMP_NUM_THREADS=1 $(MEGATRON)/bin/python -m pytest -p no:cacheprovider -m megatron tests/megatron
 
+# The vLLM engine itself, in an environment of its own. Where its wheel does not exist, this says so and passes, but not in CI.
+test-vllm:
+	@if $(PYTHON) -c 'import platform, sys; sys.exit(not (sys.platform == "linux" and platform.machine() == "x86_64"))'; then \
+		$(MAKE) --no-print-directory run-vllm; \
+	elif [ "$$CI" = true ]; then \
+		echo "test-vllm: vLLM for the CPU has a wheel for Linux x86_64 only, and CI must not skip it" >&2; exit 1; \
+	else \
+		echo "test-vllm: skipped: vLLM for the CPU has a wheel for Linux x86_64 only"; \
+	fi
+
+.PHONY: run-vllm
+run-vllm: $(VLLM)/.stamp
+	$(VLLM)/bin/python -m pytest -p no:cacheprovider tests/vllm
+
 bench: $(NEWEST)/.stamp
 	$(NEWEST)/bin/python tools/bench_overhead.py
 
 clean:
-	rm -rf $(NEWEST) $(OLDEST) $(MEGATRON) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(NEWEST) $(OLDEST) $(MEGATRON) $(VLLM) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(NEWEST)/.stamp: pyproject.toml constraints/common.txt constraints/newest.txt
 	$(call environment,$(NEWEST),newest)
@@ -59,3 +74,12 @@ $(OLDEST)/.stamp: pyproject.toml constraints/common.txt constraints/oldest.txt
 
 $(MEGATRON)/.stamp: pyproject.toml constraints/common.txt constraints/newest.txt constraints/megatron.txt
 	$(call environment,$(MEGATRON),megatron,-e '.[transformers$(comma)megatron$(comma)dev]')
+
+# Every pin is in the file, so nothing is resolved; the package goes in as it lies here.
+$(VLLM)/.stamp: pyproject.toml constraints/vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	@echo "installing vLLM into $(VLLM) (2 GB, a few minutes)"
+	@for try in 1 2 3; do \
+		$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints/vllm.txt && break; \
+		if [ $$try = 3 ]; then echo "pip failed three times; see above" >&2; exit 1; fi; sleep 5; done
+	touch $@

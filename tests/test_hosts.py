@@ -21,7 +21,7 @@ def model() -> Any:
 def test_host_is_found_by_model_and_by_name(model: Any) -> None:
     """A transformers model is claimed by the transformers host, with and without its name."""
     assert find_host(model).name == find_host(model, "transformers").name == "transformers"
-    assert HOST_NAMES == ("megatron", "transformers")
+    assert HOST_NAMES == ("megatron", "transformers", "vllm")
 
 
 def test_host_object_is_used_as_it_is(model: Any) -> None:

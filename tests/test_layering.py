@@ -31,7 +31,7 @@ PACKAGES: dict[str, set[str]] = {
     "errors": set(),
     "format": NUMERIC,
     "record": NUMERIC | {"torch", "yaml", "einops"},
-    "hosts": NUMERIC | {"torch", "einops", "transformers", "megatron"},
+    "hosts": NUMERIC | {"torch", "einops", "transformers", "megatron", "vllm"},
     "read": NUMERIC,
     "scores": NUMERIC,
     "sessions": NUMERIC,
@@ -43,6 +43,8 @@ PACKAGES: dict[str, set[str]] = {
 """Layer -> packages outside the standard library it may import. Reading layers have no torch in theirs."""
 
 FRAMEWORKS = ("transformers", "vllm", "megatron", "sglang")
+ALLOWED_NAMES = {"__init__.py": {"vllm_options", "tracer.hosts.vllm_driver"}}
+"""Module -> names that may speak of a framework: what the facade exports of a host, and where from."""
 FORBIDDEN_MODULE_NAMES = {"bisect", "trace", "types", "token", "json", "copy", "utils", "misc", "common", "helpers"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -116,7 +118,8 @@ def test_core_names_no_framework(path: Path) -> None:
     names = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose]
     names += [node.id for node in nodes if isinstance(node, ast.Name)]
     names += [node.attr for node in nodes if isinstance(node, ast.Attribute)]
-    assert [name for name in names if any(framework in name.lower() for framework in FRAMEWORKS)] == []
+    named = {name for name in names if any(framework in name.lower() for framework in FRAMEWORKS)}
+    assert named <= ALLOWED_NAMES.get(str(path.relative_to(PACKAGE)), set())
 
 
 @pytest.mark.parametrize("path", MODULES, ids=IDS)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tracer.errors import TracerError
+    from tracer.hosts.vllm_driver import vllm_options
     from tracer.read.diff import diff_traces
     from tracer.read.floor import Tolerance
     from tracer.read.stitch import open_trace
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
     from tracer.record.capture import Trace
     from tracer.record.host import Host, Mesh
     from tracer.record.map_entries import BoundaryMap
+    from tracer.record.remote import RemoteTrace
 
-__all__ = ["Tolerance", "TracerError", "diff_traces", "load_boundary_map", "open_trace", "trace"]
+__all__ = ["Tolerance", "TracerError", "diff_traces", "load_boundary_map", "open_trace", "trace", "vllm_options"]
 
 __version__ = "0.1.0"
 
@@ -31,6 +33,7 @@ _HOMES = {
     "diff_traces": "tracer.read.diff",
     "load_boundary_map": "tracer.record.boundary_maps",
     "open_trace": "tracer.read.stitch",
+    "vllm_options": "tracer.hosts.vllm_driver",
 }
 
 
@@ -46,7 +49,7 @@ def trace(
     mesh: Mapping[str, tuple[int, int]] | Mesh | None = None,
     strict: bool = False,
     sequences: Iterable[Any] | Callable[[tuple[Any, ...], Mapping[str, Any]], Iterable[Any] | None] | None = None,
-) -> Trace:
+) -> Trace | RemoteTrace:
     """A context manager that records the model's forwards: ``with trace(model) as t: model(**batch)``.
 
     ``map``: ``"auto"`` (by the class of the model), a map's name or file, or a loaded ``BoundaryMap``.
@@ -61,10 +64,13 @@ def trace(
     Raises HostError (no host claims the model), UsageError (bad-argument). Entering raises MapError (the map is unknown,
     malformed or does not fit), UsageError (out-in-use), CaptureError (write-failed).
     """
-    from tracer.hosts import find_host
+    from tracer.hosts import find_host, find_processes
     from tracer.record.capture import Trace, TraceOptions
+    from tracer.record.remote import RemoteTrace
 
     options = TraceOptions(map, out, level, boundaries, tokens, weights, strict, sequences)
+    if (processes := find_processes(model, host)) is not None:
+        return RemoteTrace(processes, options, __version__)
     return Trace(find_host(model, host, mesh), options, __version__)
 
 

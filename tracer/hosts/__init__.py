@@ -1,7 +1,8 @@
 """Hosts: one module per framework, loaded when it is asked for.
 
 A host module has two functions: ``claims(model) -> bool``, which must not import the framework, and
-``create(model, mesh) -> Host``.
+``create(model, mesh) -> Host``. One whose models may live in other processes also has
+``processes(model) -> Processes | None``.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import Any, cast
 from tracer.errors import Code, HostError, UsageError
 from tracer.format.schema import Axis
 from tracer.record.host import Host, Mesh
+from tracer.record.remote import Processes
 
-__all__ = ["HOST_NAMES", "find_host"]
+__all__ = ["HOST_NAMES", "find_host", "find_processes"]
 
-_MODULES = {"transformers": "tracer.hosts.transformers", "megatron": "tracer.hosts.megatron"}
+_MODULES = {"transformers": "tracer.hosts.transformers", "megatron": "tracer.hosts.megatron", "vllm": "tracer.hosts.vllm"}
 
 HOST_NAMES = tuple(sorted(_MODULES))
 """Hosts that come with the package."""
@@ -52,10 +54,21 @@ def find_host(
     raise HostError(
         Code.HOST_UNKNOWN,
         f"no host claims a {type(model).__module__}.{type(model).__qualname__}",
-        expected="a transformers model (PreTrainedModel) or a megatron-core GPTModel, wrapped or not",
+        expected="a transformers model or a megatron-core GPTModel, wrapped or not, or a vLLM engine, worker or loaded model",
         found=f"{type(model).__module__}.{type(model).__qualname__}",
         remedy="pass the model itself, or host= an object that implements tracer.record.host.Host",
     )
+
+
+def find_processes(model: Any, host: str | Host | None = None) -> Processes | None:
+    """The processes that hold ``model``, where it is only the handle of an engine that runs elsewhere; None where it is in
+    this process (or is nobody's: ``find_host`` says so). Raises HostError (host-unsupported)."""
+    names = _MODULES if host is None else [host] if isinstance(host, str) and host in _MODULES else []
+    for name in names:
+        look = getattr(_load(name), "processes", None)
+        if look is not None and (found := look(model)) is not None:
+            return cast("Processes", found)
+    return None
 
 
 def _load(name: str) -> Any:

@@ -41,7 +41,9 @@ class Source:
     reorders this boundary's columns. ``select``: columns ``start:stop`` of the leaf, taken first.
     ``shard``: (mesh axis, layout axis it cuts), a column axis or, under sequence and context parallelism, a row axis.
     ``order``: (row axis, contiguous | zigzag). ``replicated``, ``partial``: mesh axes over which copies are equal, or
-    values are partial sums. ``derived``: ``host`` (from ``Forward.ids_N`` and ``Forward.inputs``; no module) or
+    values are partial sums. ``after_root``: the module runs once the root has returned, in calls that share out the rows;
+    all of them belong to the forward before, as one use. ``derived``: ``host`` (from ``Forward.ids_N`` and
+    ``Forward.inputs``; no module) or
     ``logprobs`` (log softmax of this leaf, which is ``lm_head``'s, at the next token, float32, one column).
     """
 
@@ -63,6 +65,7 @@ class Source:
     replicated: tuple[str, ...] = ()
     partial: str = ""
     broadcast: str = ""
+    after_root: bool = False
     derived: str = ""
 
     def describe(self) -> str:
@@ -414,6 +417,7 @@ def _sources(place: _Place, binding: Binding, section: HostBindings, modules: Ma
             replicated=binding.replicated,
             partial=binding.partial,
             broadcast=binding.broadcast,
+            after_root=binding.after_root,
             derived=derived,
         )
         for n, part in enumerate(parts)

@@ -6,8 +6,8 @@ family) or anywhere, by path; ``docs/reference/boundary-maps.md`` is the user's 
 
 How files combine: ``extends`` names one or several bases; the files are merged base first, each file once.
 Boundaries merge key by key inside an entry, a new one says ``after:`` which boundary it comes, ``drop`` removes,
-``drop_hosts`` removes the section of a host that a base serves and this family does not; a host that the map itself
-does not name falls away where it has no binding for a boundary that the map adds.
+``drop_hosts`` removes the section of a host that a base serves and this family does not; a section
+that only bases have falls away where it lacks a binding for a boundary that this family adds and another host has it.
 Bindings, weight rules and kind groups replace whole. ``family``, ``about``, ``model_types`` and ``classes`` are
 never inherited. Every boundary of the merged map has a binding in every host section, if only ``not_observable``.
 
@@ -215,7 +215,9 @@ def _merge(chain: list[tuple[Path, _Document]]) -> BoundaryMap:
                 host: msgspec.structs.replace(section, bindings={k: v for k, v in section.bindings.items() if k != name})
                 for host, section in hosts.items()
             }
-    hosts = {host: section for host, section in hosts.items() if host in top.hosts or boundaries.keys() <= section.bindings.keys()}
+    served = {host for host, section in hosts.items() if host in top.hosts or boundaries.keys() <= section.bindings.keys()}
+    if served:  # a host that only the bases speak of, and not of every boundary here, is not served
+        hosts = {host: section for host, section in hosts.items() if host in served}
     return BoundaryMap(
         family=top.family,
         file=str(path),

@@ -34,7 +34,7 @@ from tracer.record.outbox import Outbox
 from tracer.record.readers import SourceReader
 from tracer.record.recompute import in_backward
 from tracer.record.recording import Recorder
-from tracer.record.run_identity import agree_on_run
+from tracer.record.run_identity import RunIdentity, agree_on_run
 from tracer.record.tallies import reason_of
 from tracer.record.tokens import SequenceRegistry
 from tracer.record.weights import WeightSnapshot, fingerprint_weights, weights_changed
@@ -58,8 +58,10 @@ class TraceOptions:
 class Trace:
     """One recording, made by ``tracer.trace``. Enter it once."""
 
-    def __init__(self, host: Host, options: TraceOptions, version: str) -> None:
-        """``version``: of the package, for the manifest. Raises UsageError (bad-argument)."""
+    def __init__(self, host: Host, options: TraceOptions, version: str, identity: RunIdentity | None = None) -> None:
+        """``version``: of the package, for the manifest. ``identity``: of the run, where another process has decided it.
+        Raises UsageError (bad-argument)."""
+        self._decided = identity
         self._host = host
         self._options = options
         self._version = version
@@ -82,6 +84,29 @@ class Trace:
         """The trace's folder. Raises UsageError (bad-argument) before entering."""
         self._need(self._entered)
         return self._identity.out
+
+    @property
+    def forwards(self) -> int:
+        """Forwards recorded so far."""
+        return self._recorder.forwards if self._entered else 0
+
+    @property
+    def incomplete(self) -> str:
+        """Why the trace is incomplete, empty where it is not."""
+        return self._incomplete
+
+    def stop(self, reason: str = "") -> None:
+        """End the trace from outside a ``with`` block. ``reason``: what makes it incomplete, if anything does."""
+        self._need(self._recording)
+        self._incomplete = self._incomplete or reason
+        self.__exit__(None, None, None)
+
+    def cancel(self) -> None:
+        """End the trace and leave nothing of it: another process of the run could not begin."""
+        self._need(self._recording)
+        self._recording = False
+        self._stack.close()
+        _remove_shard(self._writer.path)
 
     def requests(self, names: Iterable[str]) -> None:
         """Name the sequences of the next forward, in batch order."""
@@ -145,7 +170,7 @@ class Trace:
             )
         self._modules = self._host.modules()
         self._plan = self._resolve()
-        self._identity = agree_on_run(self._options.out, self._host.name)
+        self._identity = self._decided or agree_on_run(self._options.out, self._host.name)
         self._writer = ShardWriter(self._identity.out, self._host.mesh().rank, run_id=self._identity.run_id)
         try:
             self._set_up()

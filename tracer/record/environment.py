@@ -31,7 +31,7 @@ _VARIABLES = re.compile(
     r"(OMP_|MKL_|OPENBLAS_|KMP_|CUBLAS|CUDA_|CUDNN_|NVIDIA_|PYTORCH_|TORCH|TRITON_|NCCL_|GLOO_|HIP_|HSA_|ROCM_|MIOPEN_|XLA_"
     r"|PYTHONHASHSEED\Z|FLASH_|ATTENTION|NVTE_|WORLD_SIZE\Z|LOCAL_WORLD_SIZE\Z)"
 )
-_PLACE = re.compile(r"_(DIR|PATH|HOME|FILE|PREFIX|RUN_ID)\Z")
+_PLACE = re.compile(r"_(DIR|PATH|HOME|FILE|PREFIX|RUN_ID|IDENT|BUFFER_NAME)\Z")
 """Endings of variables that say where something lies: other on every machine, and without effect on numbers."""
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|SESSION|SIGNATURE|PRIVATE|(?:\A|[_-])PAT(?:\Z|[_-])", re.IGNORECASE)
 _NOT_SECRET = re.compile(

@@ -35,6 +35,11 @@ class Watch:
 
     readers: list[list[SourceReader]]
 
+    @property
+    def after_root(self) -> bool:
+        """The module runs once the root has returned."""
+        return any(reader.source.after_root for readers in self.readers for reader in readers)
+
 
 @dataclass(eq=False)
 class Selection:
@@ -83,7 +88,7 @@ class ForwardRecord:
     def rows_of(self, reader: SourceReader, row_shape: tuple[int, ...], host: Host) -> Rows:
         """What the rows of this leaf are, as the host says. Raises MapError (map-layout) where it cannot."""
         key = (reader, row_shape)
-        if key not in self._rows:
+        if key not in self._rows or reader.source.after_root:
             self._rows[key] = host.leaf_rows(self.forward, reader.source, row_shape)
         rows = self._rows[key]
         if rows is None:

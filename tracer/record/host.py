@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from tracer.format.fingerprint import Fingerprints
 from tracer.format.schema import Axis, NotComputed, Span
 
 if TYPE_CHECKING:
@@ -129,6 +130,12 @@ class HostParameter:
     spans: tuple[tuple[Span, ...], ...] = ()
     buffer: bool = False
     unknown: str = ""
+    rows: Fingerprints | None = None
+    """Fingerprints of the rows held (all dimensions but the last), taken while its bytes could be read; ``tensor`` is then
+    None and ``dtype`` is what they were taken of."""
+    dtype: str = ""
+    sizes: tuple[int, ...] = ()
+    """Rows of the whole parameter that each of its names has, where it packs several and the host knows."""
 
 
 TapSink = Callable[[str, str, "torch.Tensor"], None]
@@ -163,7 +170,8 @@ class Host(Protocol):
     def leaf_rows(self, forward: Forward, source: Source, row_shape: tuple[int, ...]) -> Rows | None:
         """What the rows of this leaf are. ``row_shape``: sizes of its row axes in layout order.
         None where the host cannot say, which makes the boundary vacuous with that reason.
-        The same object may be returned for many leaves, which saves space in the trace."""
+        The same object may be returned for many leaves, which saves space in the trace. Asked once per forward and shape,
+        for a source ``after_root`` at every call."""
 
     def placement(self, source: Source, columns: int, leaf: torch.Tensor) -> Placement:
         """Where ``columns`` columns of this source lie, ``select`` and ``split`` applied before. A source that is one of

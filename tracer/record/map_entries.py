@@ -114,6 +114,8 @@ class Binding(_Strict, frozen=True, kw_only=True):
     """Which rows this host computes, where it differs from the boundary's."""
     derived: str = ""
     """``host``: integer input that the host gives by name. ``logprobs``: computed from ``lm_head``."""
+    after_root: bool = False
+    """The module runs once the root module has returned, in as many calls as the host likes, each with rows of its own."""
     not_observable: str = ""
     """Why this host cannot show it."""
 

@@ -68,6 +68,8 @@ class Recorder:
         self._skipped_forwards: Counter[str] = Counter()
         self._left_out = PositionSet()
         self._current: ForwardRecord | None = None
+        self._ended: ForwardRecord | None = None
+        """The forward that modules after the root still belong to."""
         self._skipping = False
         self._outstanding: deque[ForwardRecord] = deque(maxlen=_OUTSTANDING)
         self._finder: RecomputeFinder[ForwardRecord] = RecomputeFinder()
@@ -88,6 +90,7 @@ class Recorder:
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A root forward begins with the caller's arguments."""
         forward = self._host.begin_forward(args, kwargs, self._registry)
+        self._ended = None
         if isinstance(forward, SkippedForward):
             self._skipping = True
             self._skipped_forwards[forward.reason] += 1
@@ -108,6 +111,7 @@ class Recorder:
         record, self._current, self._skipping = self._current, None, False
         if record is None:
             return
+        self._ended = record
         self._host.finish_forward(record.forward, output)
         for (ids, _, recompute), waiting in record.waiting.items():
             for fail in waiting if not recompute else ():
@@ -122,10 +126,13 @@ class Recorder:
 
     def abandon(self) -> None:
         """The root forward ended in an exception."""
-        self._current, self._skipping = None, False
+        self._current, self._ended, self._skipping = None, None, False
 
     def close(self) -> None:
-        """No more forwards: what was held back goes out."""
+        """No more forwards: what was held back goes out, scores whose token the host told of last too."""
+        self._release_scores()
+        for scored in self._scores.score_waiting():
+            self._hold_scores(scored, executions=0)
         self._release_scores()
         if self._scores.dropped:
             self.counted["scores-dropped"] += self._scores.dropped
@@ -176,9 +183,9 @@ class Recorder:
                 self.counted["recompute-unattributed"] += 1
                 return None
         else:
-            record = self._current
+            record = self._current or (self._ended if watch.after_root else None)
             if record is None:
-                if not self._skipping:
+                if not (self._skipping or watch.after_root):
                     self.counted["outside-forward"] += 1
                 return None
             if record.grad and self._finder.note_first_pass(record, args, kwargs) and not record.checkpointed:
@@ -189,7 +196,7 @@ class Recorder:
         if recompute:
             number %= max(record.calls[watch, False], 1)
         paths = len(watch.readers)
-        return Call(record, number // paths, recompute), watch.readers[number % paths]
+        return Call(record, 0 if watch.after_root else number // paths, recompute), watch.readers[number % paths]
 
     def _only_candidate(self, watch: Watch) -> ForwardRecord | None:
         """The only forward in which this module has run and not been recomputed yet."""

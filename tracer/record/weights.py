@@ -137,11 +137,16 @@ class _Reader:
         rule = plan.name_weights(parameter.parameter)
         for name, matrix in _matrices(parameter, rule, host):
             unknown = parameter.unknown or _unreadable(matrix.tensor)
-            digest, start = (_NOT_KEPT, -1) if unknown or matrix.tensor is None else self._fingerprint(matrix.tensor, matrix, parameter)
+            if unknown or matrix.tensor is None:
+                digest, start = _NOT_KEPT, -1
+            elif parameter.rows is not None:
+                digest, start = self._keep([parameter.rows.take(matrix.tensor[:, 0].numpy())], matrix)
+            else:
+                digest, start = self._fingerprint(matrix.tensor, matrix, parameter)
             yield Weight(
                 name=name,
                 parameter=parameter.parameter,
-                dtype=_dtype(parameter.tensor),
+                dtype=parameter.dtype or _dtype(parameter.tensor),
                 rows=matrix.rows,
                 columns=matrix.columns,
                 row_spans=matrix.row_spans,
@@ -160,7 +165,6 @@ class _Reader:
         )  # fmt: skip
         passing = not tensor_RC.data_ptr() or not _shares_memory(tensor_RC, parameter.tensor)
         if key not in self._known or passing:
-            rows_R = _indices(matrix.row_spans, matrix.rows)
             step = max(1, _BLOCK_ITEMS // max(1, tensor_RC.shape[1]))
             blocks = [tensor_RC[start : start + step] for start in range(0, len(tensor_RC), step)]
             reals = 2 if tensor_RC.is_complex() else 1
@@ -169,17 +173,22 @@ class _Reader:
                 taken = [fingerprint_tensor(block, width=width, spans=spans).resolve() for block in blocks]
             else:
                 taken = list(self._pool.map(lambda block: _row_digests(block, width, spans), blocks))
-            digest_R2 = np.concatenate([part.digest_N2 for part in taken]) if taken else np.zeros((0, 2), np.uint64)
-            first, second = digest_of_rows(digest_R2, rows_R)
-            start = -1
-            if self._keep_rows:
-                start, self._lines = self._lines, self._lines + len(rows_R)
-                self.parts.extend(replace(part, values_NC=None) for part in taken)
-            found = ((f"{first:016x}", f"{second:016x}"), start)
+            found = self._keep(taken, matrix)
             if passing:  # a copy, whose memory the next one may get
                 return found
             self._known[key] = found
         return self._known[key]
+
+    def _keep(self, taken: list[Fingerprints], matrix: _Matrix) -> tuple[tuple[str, str], int]:
+        """Digest of a matrix out of the fingerprints of its rows, and where they stand among ``parts``."""
+        rows_R = _indices(matrix.row_spans, matrix.rows)
+        digest_R2 = np.concatenate([part.digest_N2 for part in taken]) if taken else np.zeros((0, 2), np.uint64)
+        first, second = digest_of_rows(digest_R2, rows_R)
+        start = -1
+        if self._keep_rows:
+            start, self._lines = self._lines, self._lines + len(rows_R)
+            self.parts.extend(replace(part, values_NC=None) for part in taken)
+        return (f"{first:016x}", f"{second:016x}"), start
 
 
 def _shares_memory(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
@@ -192,15 +201,22 @@ def _matrices(parameter: HostParameter, rule: tuple[WeightRule, tuple[str, ...]]
     shares: Sequence[int] = rule[0].shares if rule else ()
     transpose = rule is not None and rule[0].transpose
     spans = parameter.spans or tuple(() for _ in parameter.shape)
+    tensor = parameter.tensor if parameter.rows is None else _row_numbers(parameter, spans)
     if not any("{expert}" in name for name in names):
-        yield from _split(parameter, names, shares, _as_matrix(parameter.tensor, parameter.shape, spans, transpose), host)
+        yield from _split(parameter, names, shares, _as_matrix(tensor, parameter.shape, spans, transpose), host)
         return
     if len(parameter.shape) < 2:
         raise _unfit(parameter, "experts stacked along the first of at least two dimensions", str(parameter.shape))
     for local, expert in enumerate(_indices(spans[0], parameter.shape[0]).tolist()):
-        piece = None if parameter.tensor is None else parameter.tensor[local]
+        piece = None if tensor is None else tensor[local]
         matrix = _as_matrix(piece, parameter.shape[1:], spans[1:], transpose)
         yield from _split(parameter, [name.replace("{expert}", str(expert)) for name in names], shares, matrix, host)
+
+
+def _row_numbers(parameter: HostParameter, spans: Sequence[tuple[Span, ...]]) -> torch.Tensor:
+    """Stands for a tensor of which only the rows' fingerprints are left: (..., 1), the number of every row held."""
+    local = [sum(stop - start for start, stop in held) if held else whole for held, whole in zip(spans, parameter.shape, strict=True)]
+    return torch.arange(int(np.prod(local[:-1]))).reshape(*local[:-1], 1)
 
 
 def _as_matrix(tensor: torch.Tensor | None, shape: tuple[int, ...], spans: Sequence[tuple[Span, ...]], transpose: bool) -> _Matrix:
@@ -229,7 +245,7 @@ def _split(
     whole, spans = (matrix.columns, matrix.column_spans) if flat else (matrix.rows, matrix.row_spans)
     held = [host.local_columns(name.rpartition(".")[0]) for name in names]
     known = [size for size in held if size is not None]
-    shares = known if len(known) == len(names) else shares or [1] * len(names)
+    shares = parameter.sizes or (known if len(known) == len(names) else shares or [1] * len(names))
     if any(whole * share % sum(shares) for share in shares):
         raise _unfit(parameter, f"{whole} rows in proportions {':'.join(map(str, shares))}", f"{whole} rows")
     edges = (np.cumsum([0, *shares]) * whole // sum(shares)).tolist()

@@ -1,0 +1,1 @@
+"""Tests that run the vLLM engine: `make test-vllm`, in an environment of its own."""

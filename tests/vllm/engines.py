@@ -1,0 +1,123 @@
+"""Real engines on tiny checkpoints, and the trainer's side of the pair in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tracer
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PROMPTS = [list(range(5 + 3 * n, 5 + 3 * n + length)) for n, length in enumerate((7, 13, 4))]
+SETTINGS = {"skip_tokenizer_init": True, "max_model_len": 256, "max_num_seqs": 8, "seed": 0}
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCHDYNAMO_DISABLE": "1",  # eager engines need no compiler for their small helpers
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+_SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.05,
+}
+_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "mlp_only_layers": []},
+    "Qwen3": {},
+    "Llama": {},
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Gemma2": {"query_pre_attn_scalar": 32, "sliding_window": 128, "layer_types": ["full_attention", "full_attention"]},
+}
+
+
+def write_checkpoint(folder: Path, family: str, dtype: str) -> Path:
+    """A checkpoint with random weights; norms and router are not trivial."""
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**_SMALL, **_OF_FAMILY[family], tie_word_embeddings=family == "Gemma2")
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.copy_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
+            elif "lm_head" in name or name.endswith("gate.weight"):
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    model = model.to(getattr(torch, dtype))
+    model.config.dtype = getattr(torch, dtype)
+    model.save_pretrained(folder)
+    return folder
+
+
+def generate(llm: Any, prompts: Sequence[Sequence[int]] = PROMPTS, tokens: int = 4, **settings: Any) -> list[Any]:
+    """Greedy continuations of token prompts."""
+    from vllm import SamplingParams
+
+    given = {"temperature": 0, "logprobs": 1, **settings}
+    sampling = SamplingParams(max_tokens=tokens, detokenize=False, ignore_eos=True, **given)
+    return list(llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], sampling, use_tqdm=False))
+
+
+def whole(outputs: Sequence[Any]) -> list[list[int]]:
+    """Prompt and sampled tokens of every request."""
+    return [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
+
+
+def logprobs(outputs: Sequence[Any]) -> list[list[float]]:
+    """What the engine itself reports for the sampled tokens."""
+    return [
+        [step[token].logprob for step, token in zip(output.outputs[0].logprobs, output.outputs[0].token_ids, strict=True)]
+        for output in outputs
+    ]
+
+
+def trace_trainer(checkpoint: Path, dtype: str, tokens: Sequence[Sequence[int]], out: Path, *more: str) -> Path:
+    """Trace transformers on the same tokens, in another process: the engine changes torch's settings in its own."""
+    run_script("trainer.py", str(checkpoint), dtype, json.dumps(list(tokens)), str(out), *more)
+    return out
+
+
+def run_script(name: str, *arguments: str, **environment: str) -> str:
+    """Output of a script beside this file."""
+    run = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / name), *arguments],
+        cwd=ROOT,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
+    return run.stdout
+
+
+def statuses(trace: Path, status: str) -> set[str]:
+    """Boundaries of a trace's first shard with that status."""
+    manifest = json.loads((trace / "shard-00000" / "manifest.json").read_text())
+    return {boundary["name"] for boundary in manifest["boundaries"] if boundary.get("status", "recorded") == status}
+
+
+def keys(trace: Path) -> set[int]:
+    """Token keys of the rows that a trace has at its embedding."""
+    logical = tracer.open_trace(trace)
+    return set(logical.tokens.key_K[logical.boundaries["embedding"].token_R].tolist())

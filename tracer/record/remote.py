@@ -1,0 +1,220 @@
+"""Recording a model that lives in other processes: the context manager here, a ``Trace`` in every one of them.
+
+The driver names the run and its folder, sends what the user asked for as plain data, and collects what became of it.
+Everything else happens where the model is. How a call reaches the processes is the host's business (``Processes``).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import msgspec
+
+from tracer import errors
+from tracer.errors import CaptureError, Code, TracerError, UsageError
+from tracer.record.capture import Trace, TraceOptions
+from tracer.record.host import Host
+from tracer.record.map_entries import BoundaryMap
+from tracer.record.run_identity import RunIdentity, agree_on_run
+from tracer.record.tallies import reason_of
+
+__all__ = ["Processes", "RemoteTrace", "TraceServer"]
+
+
+class Processes(Protocol):
+    """Processes that hold one model between them."""
+
+    name: str
+    """Name of the host that records in them."""
+
+    def call(self, method: str, message: bytes) -> Sequence[bytes]:
+        """``TraceServer.answer(method, message)`` in every process, in rank order; JSON both ways."""
+
+
+class _Start(msgspec.Struct, frozen=True, kw_only=True):
+    """``TraceOptions`` as plain data."""
+
+    out: str
+    run_id: str
+    version: str
+    map: str | BoundaryMap
+    level: int
+    boundaries: tuple[str, ...] | None
+    tokens: tuple[int, ...] | None
+    token_slice: tuple[int | None, int | None, int | None] | None
+    weights: str | bool | None
+
+
+class _Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process says. ``error``: parts of a TracerError."""
+
+    incomplete: str = ""
+    error: dict[str, str] = {}
+
+
+class RemoteTrace:
+    """One recording of a model in other processes; used like a ``Trace``. Enter it once."""
+
+    def __init__(self, processes: Processes, options: TraceOptions, version: str) -> None:
+        """Raises UsageError (bad-argument) for what cannot be sent to the processes."""
+        if options.sequences is not None:
+            raise UsageError(
+                Code.BAD_ARGUMENT,
+                "sequences= has no meaning here: the engine knows its sequences",
+                found=repr(options.sequences),
+                remedy="leave sequences= out",
+            )
+        self._processes = processes
+        self._options = options
+        self._version = version
+        self._identity: RunIdentity | None = None
+        self._recording = False
+
+    @property
+    def path(self) -> Path:
+        """The trace's folder. Raises UsageError (bad-argument) before entering."""
+        if self._identity is None:
+            raise _not_recording()
+        return self._identity.out
+
+    def requests(self, names: Iterable[str]) -> None:
+        """Name the requests that come next, in the order in which the engine takes them up."""
+        self._tell("requests", [str(name) for name in names])
+
+    def policy(self, version: str | int) -> None:
+        """What follows was computed with this version of the policy."""
+        self._tell("policy", str(version))
+
+    def record(self, name: str, values: Any, *, sequence: str | None = None, positions: Sequence[int] | None = None) -> None:
+        """Not possible from outside the processes that record. Raises UsageError (bad-argument)."""
+        raise UsageError(
+            Code.BAD_ARGUMENT,
+            "t.record adds values to a trace of this process; this one is recorded by the engine's workers",
+            remedy="build the engine in this process, or record the values in a trace of their own",
+        )
+
+    def __enter__(self) -> RemoteTrace:
+        if self._identity is not None:
+            raise UsageError(Code.BAD_ARGUMENT, "a trace is entered once", remedy="make a new one with trace(...)")
+        identity = agree_on_run(self._options.out, self._processes.name)
+        self._identity = RunIdentity(identity.run_id, identity.out.absolute(), identity.named)
+        answers = self._ask("start", _start_message(self._options, self._identity, self._version))
+        if failed := [answer for answer in answers if answer.error]:
+            self._ask("cancel", None)
+            raise _error_of(failed[0].error)
+        self._recording = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._recording = False
+        assert self._identity is not None
+        why = "" if error is None else f"the traced program raised {reason_of(error)}"
+        failure: Exception | None = None
+        try:
+            answers = self._ask("stop", why)
+            reasons = {answer.incomplete or answer.error.get("what", "") for answer in answers} - {""}
+        except Exception as caught:  # a dead engine must not hide what the program raised
+            failure, reasons = caught, {f"the processes that record did not answer: {reason_of(caught)}"}
+        incomplete = "; ".join(sorted(reasons))
+        if incomplete:
+            print(f"tracer: {self._identity.out} is incomplete: {incomplete}", file=sys.stderr)
+        elif not self._identity.named:
+            print(f"tracer: wrote {self._identity.out}", file=sys.stderr)
+        if self._options.strict and error is None and incomplete:
+            raise CaptureError(Code.CAPTURE_FAILED, incomplete, where=str(self._identity.out)) from failure
+
+    def _ask(self, method: str, content: Any) -> list[_Answer]:
+        return [msgspec.json.decode(answer, type=_Answer) for answer in self._processes.call(method, msgspec.json.encode(content))]
+
+    def _tell(self, method: str, content: Any) -> None:
+        if not self._recording:
+            raise _not_recording()
+        for answer in self._ask(method, content):
+            if answer.error:
+                raise _error_of(answer.error)
+
+
+class TraceServer:
+    """The other end, in one process that holds the model (or a part of it). ``answer`` never raises a TracerError."""
+
+    def __init__(self) -> None:
+        self._trace: Trace | None = None
+
+    def answer(self, method: str, message: bytes, host: Host | None) -> bytes:
+        """Carry out a call of ``RemoteTrace``. ``host``: needed by ``start`` only."""
+        try:
+            answer = self._carry_out(method, message, host)
+        except TracerError as error:
+            answer = _Answer(error=_error_parts(error))
+        return msgspec.json.encode(answer)
+
+    def _carry_out(self, method: str, message: bytes, host: Host | None) -> _Answer:
+        if method == "start":
+            if self._trace is not None:
+                raise UsageError(Code.BAD_ARGUMENT, "this process is recording already", remedy="end the other trace first")
+            assert host is not None
+            start = msgspec.json.decode(message, type=_Start)
+            trace = Trace(host, _options(start), start.version, RunIdentity(start.run_id, Path(start.out), True))
+            self._trace = trace.__enter__()
+            return _Answer()
+        if self._trace is None:
+            if method == "cancel":
+                return _Answer()
+            raise _not_recording()
+        if method == "requests":
+            self._trace.requests(msgspec.json.decode(message, type=list[str]))
+        elif method == "policy":
+            self._trace.policy(msgspec.json.decode(message, type=str))
+        elif method == "cancel":
+            trace, self._trace = self._trace, None
+            trace.cancel()
+        else:
+            trace, self._trace = self._trace, None
+            trace.stop(msgspec.json.decode(message, type=str))
+            return _Answer(incomplete=trace.incomplete)
+        return _Answer()
+
+
+def _start_message(options: TraceOptions, identity: RunIdentity, version: str) -> _Start:
+    """Raises UsageError (bad-argument) for tokens that are no slice and no whole numbers."""
+    tokens = options.tokens
+    return _Start(
+        out=str(identity.out),
+        run_id=identity.run_id,
+        version=version,
+        map=options.map if isinstance(options.map, BoundaryMap) else str(options.map),
+        level=options.level,
+        boundaries=None if options.boundaries is None else _names(options.boundaries),
+        tokens=None if tokens is None or isinstance(tokens, slice) else tuple(int(position) for position in tokens),
+        token_slice=(tokens.start, tokens.stop, tokens.step) if isinstance(tokens, slice) else None,
+        weights=options.weights,
+    )
+
+
+def _names(boundaries: str | Sequence[str]) -> tuple[str, ...]:
+    return (boundaries,) if isinstance(boundaries, str) else tuple(boundaries)
+
+
+def _options(start: _Start) -> TraceOptions:
+    tokens = slice(*start.token_slice) if start.token_slice is not None else start.tokens
+    return TraceOptions(start.map, start.out, start.level, start.boundaries, tokens, start.weights)
+
+
+def _not_recording() -> UsageError:
+    return UsageError(Code.BAD_ARGUMENT, "this trace is not recording", remedy="use it inside `with trace(...) as t:`")
+
+
+def _error_parts(error: TracerError) -> dict[str, str]:
+    parts = {"kind": type(error).__name__, "code": error.code.value, "what": error.what}
+    return {**parts, "where": error.where, "expected": error.expected, "found": error.found, "remedy": error.remedy}
+
+
+def _error_of(parts: dict[str, str]) -> TracerError:
+    """The error that another process raised, of the class it had there."""
+    kind: type[TracerError] = getattr(errors, parts["kind"])
+    told = {name: parts[name] for name in ("where", "expected", "found", "remedy")}
+    return kind(Code(parts["code"]), parts["what"], **told)
