@@ -229,7 +229,8 @@ def _abs_max(values_RT: F32) -> F32:
     """
     negative_R = np.maximum.reduce(values_RT.view(np.uint32), axis=1) & np.uint32(0x7FFFFFFF)
     positive_R = np.maximum.reduce(values_RT.view(np.int32), axis=1)
-    return np.maximum(negative_R.view(np.int32), positive_R).view(np.float32)
+    largest_R: F32 = np.maximum(negative_R.view(np.int32), positive_R).view(np.float32)
+    return largest_R
 
 
 def _sum_squares(values_RT: F32) -> F64:
