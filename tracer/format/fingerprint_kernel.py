@@ -73,7 +73,6 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self.wide = np.empty(2 * _SCRATCH_ITEMS, np.uint64)
         self.values = np.empty(_SCRATCH_ITEMS, np.float32)
-        self.magnitudes = np.empty(_SCRATCH_ITEMS, np.float32)
 
 
 _scratch = _Scratch()
@@ -219,8 +218,19 @@ def _statistics_tile(values_RT: F32, projection_T16: F32) -> tuple[F32, F64, F32
         nonfinite_R[...] = np.count_nonzero(~finite_RT, axis=1)
         values_RT = np.where(finite_RT, values_RT, np.float32(0))
         squares_R = _sum_squares(values_RT)
-    magnitudes_RT = np.abs(values_RT, out=_scratch.magnitudes[: values_RT.size].reshape(values_RT.shape))
-    return _sketch_tile(values_RT, projection_T16), squares_R, np.maximum.reduce(magnitudes_RT, axis=1), nonfinite_R
+    return _sketch_tile(values_RT, projection_T16), squares_R, _abs_max(values_RT), nonfinite_R
+
+
+def _abs_max(values_RT: F32) -> F32:
+    """Largest magnitude of every row of finite values, without a copy: float32 magnitudes are ordered as their bits are.
+
+    As unsigned bits negative values come last, ordered by magnitude; as signed bits the largest positive value does. Both
+    maxima together take two thirds of the time of an absolute value and a maximum, and no scratch.
+    """
+    negative_R = np.maximum.reduce(values_RT.view(np.uint32), axis=1) & np.uint32(0x7FFFFFFF)
+    positive_R = np.maximum.reduce(values_RT.view(np.int32), axis=1)
+    largest_R: F32 = np.maximum(negative_R.view(np.int32), positive_R).view(np.float32)
+    return largest_R
 
 
 def _sum_squares(values_RT: F32) -> F64:

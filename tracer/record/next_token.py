@@ -24,7 +24,7 @@ from tracer.record.tokens import SequenceRegistry
 
 __all__ = ["NextTokenScores", "ScoredRows", "score_rows"]
 
-_BLOCK_BYTES = 4 << 20
+_BLOCK_BYTES = 1 << 20
 """Logits normalised at a time, as float32: they stay in the cache."""
 _WAITING_BYTES = 512 << 20
 
