@@ -3,16 +3,59 @@
 from __future__ import annotations
 
 import gc
+import os
+import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 
 if TYPE_CHECKING:
     from tests.playback import Full
+
+# A busy machine is no failure.
+hypothesis.settings.register_profile("tracer", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("tracer")
+
+_TOUCHES_A_MODEL = re.compile(r"^\s*(?:from|import) (?:transformers|tests\.(?:tiny_models|planters)|tracer\.hosts)", re.MULTILINE)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of modules that touch a framework's model are marked ``host``: they run again with the oldest version supported."""
+    touches: dict[Path, bool] = {}
+    for item in items:
+        if item.path not in touches:
+            touches[item.path] = _TOUCHES_A_MODEL.search(item.path.read_text()) is not None
+        if touches[item.path]:
+            item.add_marker(pytest.mark.host)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """In CI a test may be skipped for want of a GPU and for nothing else: what is skipped there is tested nowhere."""
+    report = yield
+    if os.environ.get("CI") and report.skipped and not hasattr(report, "wasxfail") and item.get_closest_marker("cuda") is None:
+        report.outcome = "failed"
+        report.longrepr = f"skipped in CI: {_reason(report.longrepr)}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """In CI a test module is not skipped as a whole either."""
+    report = yield
+    if os.environ.get("CI") and report.outcome == "skipped":
+        report.outcome = "failed"
+        report.longrepr = f"skipped in CI: {_reason(report.longrepr)}"
+    return report
+
+
+def _reason(longrepr: Any) -> str:
+    return str(longrepr[2]) if isinstance(longrepr, tuple) else str(longrepr)
 
 
 @pytest.fixture(scope="session")
