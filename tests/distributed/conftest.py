@@ -66,7 +66,7 @@ def launch(world: int, *arguments: str | Path) -> None:
     root = WORKER.parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", str(WORKER)]
-    subprocess.run([*command, *map(str, arguments)], env=environment, capture_output=True, timeout=240, check=False)
+    subprocess.run([*command, *map(str, arguments)], env=environment, capture_output=True, timeout=480, check=False)
 
 
 @pytest.fixture(scope="session")
