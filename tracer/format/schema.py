@@ -49,6 +49,7 @@ __all__ = [
     "FORMAT_VERSION",
     "MANIFEST_NAME",
     "NARROW_INTEGER_COLUMNS",
+    "OUTSIDE_TOKENS",
     "SEGMENT_METADATA_KEY",
     "WEIGHTS_NAME",
     "Axis",
@@ -78,6 +79,10 @@ WEIGHTS_NAME = "weights.safetensors"
 SEGMENT_METADATA_KEY = "tracer"
 NARROW_INTEGER_COLUMNS = 64
 """Integer rows up to this wide are widened to int64 and keep their raw values instead of a sketch."""
+
+OUTSIDE_TOKENS = "outside tokens="
+"""Reason of rows that ``tokens=`` left out: computed, yet not recorded. Unlike what was never computed they are missed by a
+side that has them."""
 
 Span = tuple[int, int]
 """Half-open range of logical columns (or rows, where said)."""

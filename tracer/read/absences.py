@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from tracer.format.schema import Boundary, BoundaryStatus, RowScope
+from tracer.format.schema import OUTSIDE_TOKENS, Boundary, BoundaryStatus, RowScope
 from tracer.read.compare import Method
 from tracer.read.findings import BoundaryOutcome, BoundaryResult, Finding, FindingCode, Kind, Side
 from tracer.read.logical import LogicalTrace
@@ -62,8 +62,7 @@ def token_findings(a: LogicalTrace, b: LogicalTrace, pairing: Pairing) -> list[F
             )
     for lacking, declared in ((Side.B, pairing.declared_a), (Side.A, pairing.declared_b)):
         for reason, tokens in declared.items():
-            text = f"{count(len(tokens), 'row')} never computed by {lacking.value.upper()}: {reason}"
-            findings.append(Finding(code=FindingCode.ROWS_NOT_COMPUTED, kind=Kind.INFORMATION, side=lacking, rows=len(tokens), text=text))
+            findings.append(_declared("", lacking, reason, len(tokens)))
     if pairing.by_label:
         text = f"{count(pairing.by_label, 'token')} matched by request and position: one side does not know the ids"
         findings.append(Finding(code=FindingCode.NOTE, kind=Kind.INFORMATION, rows=pairing.by_label, text=text))
@@ -94,18 +93,25 @@ def missing_rows(judged: Judged, a: LogicalTrace, b: LogicalTrace, pairing: Pair
             left &= ~chosen_K[token if lacking is Side.B else partner[token]]
         for reason, keys in sorted(other.declared(judged.name).items()):
             hit = left & np.isin(own.tokens.key_K[token], keys)
-            findings += _not_computed(judged, lacking, reason, int(hit.sum()))
+            if hit.any():
+                findings.append(_declared(judged.name, lacking, reason, int(hit.sum())))
             left &= ~hit
         if left.any():
             findings.append(_unmatched(judged, own, lacking, boundary.expert_R, rows[left], token[left]))
     return replace(judged, findings=(*judged.findings, *findings))
 
 
-def _not_computed(judged: Judged, lacking: Side, reason: str, rows: int) -> list[Finding]:
-    if not rows:
-        return []
-    text = f"{count(rows, 'row')} never computed by {lacking.value.upper()}: {reason}"
-    return [Finding(code=FindingCode.ROWS_NOT_COMPUTED, kind=Kind.INFORMATION, boundary=judged.name, side=lacking, rows=rows, text=text)]
+def _declared(boundary: str, lacking: Side, reason: str, rows: int) -> Finding:
+    """Rows that a side says it does not have. What it never computed is no absence; what it left out of the recording is."""
+    who = lacking.value.upper()
+    if reason == OUTSIDE_TOKENS:
+        text = f"{count(rows, 'row')} computed but not recorded by {who}: {reason}"
+        return Finding(
+            code=FindingCode.ROWS_UNMATCHED, kind=Kind.ABSENCE, boundary=boundary, side=lacking, rows=rows, text=text,
+            remedy="give both sides the same tokens=",
+        )  # fmt: skip
+    text = f"{count(rows, 'row')} never computed by {who}: {reason}"
+    return Finding(code=FindingCode.ROWS_NOT_COMPUTED, kind=Kind.INFORMATION, boundary=boundary, side=lacking, rows=rows, text=text)
 
 
 def _unmatched(judged: Judged, own: LogicalTrace, lacking: Side, expert_R: I64 | None, rows: I64, token: I64) -> Finding:

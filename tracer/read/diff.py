@@ -159,6 +159,10 @@ class _Comparing:
         candidates = find_candidates(scene)
         results, about = self._boundaries(own, candidates, noise_at)
         everything = [*own, *token_findings(self.a, self.b, self.pairing), *weight_findings(scene.weights, self.a, self.b), *about]
+        if self.pairing.matched and not any(entry.rows_compared for entry in results if not entry.name.startswith("input.")):
+            text = "only inputs were compared: no boundary of the model has rows on both sides"
+            remedy = "record the same boundaries on both sides"
+            everything.append(Finding(code=FindingCode.NOTHING_COMPARED, kind=Kind.ABSENCE, text=text, remedy=remedy))
         verdict = self._verdict(everything)
         earliest = candidates[0] if candidates else None
         first = earliest.place if earliest is not None else None

@@ -141,7 +141,7 @@ def measure_floors(
     pairs += [(_side_of(trace, a, b), trace, "--floor") for trace in floor]
     by_boundary: dict[str, float] = {}
     for side, trace, option in pairs:
-        _check_side(side, trace, option)
+        _check_side(side, b if side is a else a, trace, option)
         if progress is not None:
             progress(f"floor {trace.path}")
         for name, distance in _pair_distances(side, trace):
@@ -204,7 +204,13 @@ def _side_of(trace: LogicalTrace, a: LogicalTrace, b: LogicalTrace) -> LogicalTr
     )
 
 
-def _check_side(side: LogicalTrace, trace: LogicalTrace, option: str) -> None:
+def _check_side(side: LogicalTrace, other: LogicalTrace, trace: LogicalTrace, option: str) -> None:
+    if trace.manifest.run_id in (side.manifest.run_id, other.manifest.run_id):
+        same = "the side itself" if trace.manifest.run_id == side.manifest.run_id else "the other side"
+        raise UsageError(
+            Code.BAD_ARGUMENT, f"{option} is {same}, or a copy of it", where=trace.path, expected="another run of the same program",
+            found=f"run {trace.manifest.run_id}", remedy="record that side once more; a floor is how much it differs from itself",
+        )  # fmt: skip
     unreadable = [finding.text for finding in trace.findings if finding.kind is Kind.UNREADABLE]
     if unreadable:
         raise UsageError(Code.BAD_ARGUMENT, "a floor trace cannot be read as a whole", where=trace.path, found=unreadable[0])

@@ -125,6 +125,17 @@ def weight_findings(weights: WeightComparison, a: LogicalTrace, b: LogicalTrace)
         Finding(code=FindingCode.WEIGHT_DIFFERS, kind=Kind.DIFFERENCE, boundary=weight.name, text=weight.text)
         for weight in weights.differing
     ]
+    if weights.recorded_a != weights.recorded_b:
+        lacking = Side.B if weights.recorded_a else Side.A
+        findings.append(
+            Finding(
+                code=FindingCode.WEIGHT_MISSING,
+                kind=Kind.ABSENCE,
+                side=lacking,
+                text=f"{lacking.value.upper()} recorded no weights, the other side did: they were not compared",
+                remedy="trace both sides with weights, or both with weights=False",
+            )
+        )
     findings += [
         Finding(
             code=FindingCode.WEIGHT_MISSING,

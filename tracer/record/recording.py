@@ -19,7 +19,18 @@ import torch
 
 from tracer.errors import CaptureError, Code, MapError, TracerError, UsageError
 from tracer.format.fingerprint import fingerprint_rows
-from tracer.format.schema import NARROW_INTEGER_COLUMNS, Axis, Boundary, BoundaryStatus, Counts, NotComputed, Note, RowScope, Skipped
+from tracer.format.schema import (
+    NARROW_INTEGER_COLUMNS,
+    OUTSIDE_TOKENS,
+    Axis,
+    Boundary,
+    BoundaryStatus,
+    Counts,
+    NotComputed,
+    Note,
+    RowScope,
+    Skipped,
+)
 from tracer.format.score_shares import SHARE_COLUMNS
 from tracer.format.store import RowSet
 from tracer.record.boundaries import Plan
@@ -38,7 +49,6 @@ __all__ = ["Recorder"]
 
 _OUTSTANDING = 64
 """Forwards with checkpointed regions that a recomputation may still belong to."""
-_OUTSIDE = "outside tokens="
 _COUNTED = {
     "outside-forward": "{n} calls of watched modules outside any forward of the root module were not recorded",
     "recompute-unattributed": "{n} recomputed module calls were not recorded: the forward they belong to could not be told",
@@ -141,7 +151,7 @@ class Recorder:
         """Count the rows that ``tokens=`` leaves out of a forward."""
         if self._wanted is not None:
             out_N = np.flatnonzero((rows.sequence_N >= 0) & ~self._wanted(rows.position_N))
-            self._skipped_rows[_OUTSIDE] += len(out_N)
+            self._skipped_rows[OUTSIDE_TOKENS] += len(out_N)
             self._left_out.add(rows.sequence_N[out_N], rows.position_N[out_N])
 
     # ------------------------------------------------------------------------------------------------ hooks and taps
@@ -411,7 +421,7 @@ class Recorder:
                 sequence=self._registry[sequence].label,
                 scope=self._registry[sequence].scope,
                 positions=tuple(self._left_out.spans(sequence)),
-                reason=_OUTSIDE,
+                reason=OUTSIDE_TOKENS,
             )
             for sequence in self._left_out.sequences()
         ]
