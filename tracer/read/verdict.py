@@ -172,7 +172,10 @@ def _inputs_and_weights(facts: Facts) -> list[str]:
     if facts.weight:
         return ["inputs identical"] if equal_inputs else ["inputs not recorded"] if not inputs else []
     earlier = [weight for weight in weights.differing if weight.at - 0.5 <= facts.order]
+    changed = [side for side, trace in (("A", facts.a), ("B", facts.b)) if any(m.weights_after == "changed" for m in trace.manifests)]
     equal_weights = weights.compared > 0 and not weights.unknown and not weights.missing and not earlier
+    if changed:
+        return [*(["inputs identical"] if equal_inputs else []), f"weights of {' and '.join(changed)} changed while recorded"]
     if equal_inputs and equal_weights:
         return ["inputs and weights identical" if not weights.differing else "inputs and the weights up to here identical"]
     parts = ["inputs identical"] if equal_inputs else [] if inputs else ["inputs not recorded"]
