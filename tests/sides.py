@@ -6,6 +6,7 @@ Shape suffixes: K tokens, C columns.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,6 +66,10 @@ def catalogue(layers: int = 4, *, moe: bool = False) -> list[Boundary]:
         Boundary(name="scorer.logprobs", level=1, inputs=("lm_head", "input.ids"), rows=RowScope.NEXT),
     ]
     return found
+
+
+_RUNS = itertools.count()
+"""Every trace made is a run of its own."""
 
 
 @dataclass
@@ -268,7 +273,7 @@ class Side:
             manifests=(
                 Manifest(
                     format=1,
-                    run_id=self.path,
+                    run_id=f"{self.path}-{next(_RUNS)}",
                     tracer="0",
                     host=self.host,
                     map=MapIdentity(family="playback", host=self.host, root_class="Playback", digest="0"),
