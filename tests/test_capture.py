@@ -33,7 +33,9 @@ def traced(folder: Path, model: nn.Module, host: SmallHost | None = None, text: 
     """A trace of a small model into ``folder/trace``."""
     folder.mkdir(exist_ok=True)
     options = {"out": folder / "trace", "level": 2, **options}
-    return tracer.trace(model, map=small_map(folder, text), host=host or SmallHost(model), **options)
+    recording = tracer.trace(model, map=small_map(folder, text), host=host or SmallHost(model), **options)
+    assert isinstance(recording, Trace)
+    return recording
 
 
 def record(folder: Path, model: nn.Module, *forwards: dict[str, Any], **options: Any) -> Recorded:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -11,7 +12,8 @@ import tracer
 
 def main() -> None:
     checkpoint, dtype, tokens, out, *faults = sys.argv[1:]
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype), attn_implementation="eager").eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype), attn_implementation="eager")
+    model.eval()
     with torch.no_grad():
         if "stale-expert" in faults:  # a weight update that the rollout engine has not got
             model.model.layers[1].mlp.experts.down_proj[5].mul_(1.01)

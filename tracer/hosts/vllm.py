@@ -312,7 +312,7 @@ class VllmHost:
 
 def _place(tensor: torch.Tensor) -> tuple[int, int, int]:
     """Storage, first element and row stride."""
-    return tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.stride(0)
+    return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tensor.stride(0)
 
 
 @contextlib.contextmanager
