@@ -30,7 +30,7 @@ def write(out: Path, *, changed: str = "", by: float = 0.0) -> Path:
             found.digest_N2[5] += np.uint64(1)
             found.sketch_N16[5] *= np.float32(1 + by)
         writer.add(name, rows, found, dtype="bfloat16", width=64)
-    writer.commit(manifest(rows=8))
+    writer.commit(manifest(rows=8, run_id=out.name))
     return out
 
 
@@ -53,11 +53,19 @@ def test_floor_and_tolerance(pair: tuple[Path, Path], tmp_path: Path, capsys: py
     noisy = write(tmp_path / "noisy", changed="layers.0.residual", by=6e-4)
     assert run_tracer("diff", *pair, "--floor-a", noisy) == 0
     assert "within the given floor" in capsys.readouterr().out
-    assert run_tracer("diff", *pair, "--floor-b", pair[1]) == 1
+    again = write(tmp_path / "again", changed="layers.0.residual", by=1e-3)
+    assert run_tracer("diff", *pair, "--floor-b", again) == 1
     assert run_tracer("diff", *pair, "--tolerance", "relative=2e-3") == 0
     assert run_tracer("diff", *pair, "--tolerance", "layers.*.residual=2e-3") == 0
     assert run_tracer("diff", *pair, "--tolerance", "relative=1e-4") == 1
     assert run_tracer("diff", *pair, "--floor", "self") == 1
+
+
+@pytest.mark.parametrize(("option", "which"), [("--floor-a", 0), ("--floor-a", 1), ("--floor-b", 0), ("--floor-b", 1)])
+def test_a_side_is_no_floor(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], option: str, which: int) -> None:
+    """Neither side, nor a copy of one, may stand for noise: the other side would excuse every fault of its own."""
+    assert run_tracer("diff", *pair, option, pair[which]) == 2
+    assert "or a copy of it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wrong", [["--tolerance", "ulps=2"], ["--tolerance", "x"], ["--floor", "{a}"], ["--floor-a", "nowhere"]])

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import make_ids, make_model
@@ -78,7 +79,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     ids = make_ids(4, 16, seed=5) % 250
-    torch.save(ids, models / "ids.pt")
+    save_file({"ids": ids}, models / "ids.safetensors")
     for family in ("qwen3", "qwen3_moe", "llama"):
         _single_process(models, family, ids)
     _single_process(models, "uneven", ids, intermediate_size=126, vocab_size=250, num_key_value_heads=4)

@@ -1,6 +1,6 @@
 """Runs traced cases in every process of one launch: ``torchrun worker.py MODELS TRACES CASE ...``.
 
-A case is ``family:layout``. ``MODELS`` holds saved models by family and ``ids.pt``; every case writes ``TRACES/family-layout``.
+A case is ``family:layout``. ``MODELS`` holds saved models by family and ``ids.safetensors``; every case writes ``TRACES/family-layout``.
 What a case raises is written to ``TRACES/family-layout.rank`` and ends that case only.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -256,7 +257,7 @@ def main() -> None:
     models, traces = Path(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    ids = torch.load(models / "ids.pt")
+    ids = load_file(models / "ids.safetensors")["ids"]
     for case in sys.argv[3:]:
         family, layout = case.split(":")
         out = traces / f"{family}-{layout}"

@@ -32,7 +32,8 @@ def test_first_difference_of_a_mixture(engine: Build, checkpoint: Checkpoint, tm
     assert result.exit == 1
     assert result.first is not None
     assert result.first.boundary == first
-    assert result.headline.startswith("First bitwise difference")
+    assert result.headline.startswith("First divergence: ")
+    assert "bitwise: no floor was given" in result.headline
     assert not [finding for finding in result.findings if finding.code in ("weight-differs", "weight-unknown")]
 
 

@@ -241,13 +241,14 @@ def _inherited(
     sources = [state for source in graph.inputs[at] if (state := states.get(source)) is not None]
     sources += [] if boundary.name.startswith("input.") else chosen
     inherited = _any(sources)
-    if inherited is None:
-        return None
+    return None if inherited is None else _carried(boundary, inherited, prefixes)
+
+
+def _carried(boundary: Boundary, source_K: Mask, prefixes: Prefixes) -> Mask:
+    """Tokens whose rows of ``boundary`` are computed from its inputs at any of ``source_K``."""
     if boundary.rows is RowScope.NEXT:
-        inherited = prefixes.before(inherited)
-    if boundary.mixes_tokens:
-        inherited = prefixes.at_or_before(inherited)
-    return inherited
+        source_K = prefixes.before(source_K)
+    return prefixes.at_or_before(source_K) if boundary.mixes_tokens else source_K
 
 
 def _any(masks: Sequence[Mask]) -> Mask | None:
@@ -313,10 +314,7 @@ def _harmless_at(graph: Graph, at: int, root_K: Mask, cells: Mapping[str, Cells]
         if reach is None:
             continue
         boundary = graph.boundaries[later]
-        if boundary.rows is RowScope.NEXT:
-            reach = prefixes.before(reach)
-        if boundary.mixes_tokens:
-            reach = prefixes.at_or_before(reach)
+        reach = _carried(boundary, reach, prefixes)
         cell = cells.get(boundary.name)
         if cell is not None:
             lives = np.zeros_like(reach) if cell.differs_K is None else reach & cell.differs_K
@@ -348,10 +346,7 @@ def _heals_at(
     while stack:
         reader, reach = stack.pop()
         boundary = graph.boundaries[reader]
-        if boundary.rows is RowScope.NEXT:
-            reach = prefixes.before(reach)
-        if boundary.mixes_tokens:
-            reach = prefixes.at_or_before(reach)
+        reach = _carried(boundary, reach, prefixes)
         cell = cells.get(boundary.name)
         if cell is not None:
             if cell.differs_K is not None and (cell.differs_K & reach).any():
