@@ -7,6 +7,7 @@ TracerError                 anything that goes wrong on purpose; carries a stabl
 ├── HostError               no host claims the model, or the host refuses it
 ├── CaptureError            recording failed (with strict=True, raised out of the traced run)
 ├── TraceFormatError        a trace on disk is torn, altered, foreign or unreadable
+├── ScoreError              score records are malformed, or cannot be compared with one another
 └── InternalError           our own bug; never the user's fault
 ```
 
@@ -24,6 +25,7 @@ __all__ = [
     "HostError",
     "InternalError",
     "MapError",
+    "ScoreError",
     "TraceFormatError",
     "TracerError",
     "UsageError",
@@ -58,6 +60,20 @@ class Code(str, Enum):
     CHECKSUM_MISMATCH = "checksum-mismatch"
     SHARD_INCOMPLETE = "shard-incomplete"
     SHARD_DUPLICATE = "shard-duplicate"
+    # scores
+    SCORES_INVALID = "scores-invalid"
+    SCORES_IMPORT = "scores-import"
+    SCORES_COLLECT = "scores-collect"
+    SCORES_TWICE = "scores-twice"
+    SCORES_NOTHING = "scores-nothing"
+    SCORES_REQUESTS = "scores-requests"
+    SCORES_IDS = "scores-ids"
+    SCORES_MASKS = "scores-masks"
+    SCORES_EMPTY_MASK = "scores-empty-mask"
+    SCORES_NONFINITE = "scores-nonfinite"
+    SCORES_POSITIVE = "scores-positive"
+    SCORES_POLICIES = "scores-policies"
+    SCORES_DEFINITIONS = "scores-definitions"
     # ours
     INTERNAL = "internal"
 
@@ -118,6 +134,10 @@ class CaptureError(TracerError):
 
 class TraceFormatError(TracerError):
     """A trace on disk is torn, altered, foreign or unreadable."""
+
+
+class ScoreError(TracerError):
+    """Score records are malformed, or cannot be compared with one another."""
 
 
 class InternalError(TracerError):
