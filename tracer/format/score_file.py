@@ -244,7 +244,7 @@ def _column(path: Path, name: str, tensor: _Tensor, data: bytes, width: int) -> 
     if name == "mask" and array.size and array.max() > 1:
         raise _invalid(path, "the mask holds something else than 0 and 1", "0 or 1", array.max())
     if not score:
-        return array, ""
+        return array.astype(np.int64) if code == "I32" else array, ""
     if code == "BF16":
         array = (array.astype(np.uint32) << 16).view(np.float32)
     return array.astype(np.float64), _NAMES[code]
@@ -267,7 +267,7 @@ def _record(reader: _Reader, dtypes: Mapping[str, str], entry: RecordHeader, hea
         )
     logits = None
     if entry.logits is not None:
-        rows = reader.take("logits.rows", entry.logits.rows).astype(np.int64)
+        rows = reader.take("logits.rows", entry.logits.rows)
         logits = Logits(entry.logits.of, rows, reader.take("logits", entry.logits.rows))
     return ScoreRecord(
         request=entry.request,

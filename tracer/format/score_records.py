@@ -18,7 +18,7 @@ rows of full logits, ``V`` columns of the vocabulary; every column is the concat
 | ``ids`` | int64 (T,) | token ids: the prompt, then the response |
 | ``positions`` | int32 (T,) | position ids as the models were given them |
 | ``mask`` | uint8 (R,) | 1 where the response token counts (loss mask), else 0 |
-| ``A``, ``B0``, ``B1``, ``C0``, ``C1`` | float16, bfloat16, float32, float64 (R,) | in the dtype they came in; absent where no record has them |
+| ``A``, ``B0``, ``B1``, ``C0``, ``C1`` | float16, bfloat16, float32, float64 (R,) | in the dtype they came in; may be absent |
 | ``A.argmax`` and so on | int64 (R,) | the most likely token at the same place, where it was kept |
 | ``logits.rows`` | int32 (L,) | index in the response of the token that a row of logits predicts |
 | ``logits`` | float32 (L, V) | full raw logits, for the refits |
@@ -255,7 +255,7 @@ class ScoreRecord:
                 raise _unfit(self.request, f"policies of {name}", "ascending starts from 0 on", starts)
             scores[ScoreName(name)] = score
         set_field(self, "scores", scores)
-        mask = np.ones(response, np.bool_) if self.mask is None else _plain(self.mask)[0].astype(np.bool_, copy=False)
+        mask = np.ones(response, np.bool_) if self.mask is None else _flags(self.mask)
         positions = np.arange(len(self.ids)) if self.positions is None else _integers(self.positions, self.request, "positions")
         for what, shape, length in (("mask", mask.shape, response), ("positions", positions.shape, len(self.ids))):
             if shape != (length,):
@@ -318,12 +318,16 @@ def _plain(values: Any) -> tuple[npt.NDArray[Any], str]:
     return array, array.dtype.name
 
 
+def _flags(values: Any) -> Mask:
+    return (values if isinstance(values, np.ndarray) else _plain(values)[0]).astype(np.bool_, copy=False)
+
+
 def _integers(values: Any, request: str, what: str) -> I64:
-    array, dtype = _plain(values)
+    array = values if isinstance(values, np.ndarray) else _plain(values)[0]
     if array.size and array.dtype.kind not in "iu":
-        raise _unfit(request, what, "integers", dtype)
+        raise _unfit(request, what, "integers", array.dtype.name)
     array = array.astype(np.int64, copy=False)
-    if array.ndim != 1 or (array < 0).any():
+    if array.ndim != 1 or (array.size and array.min() < 0):
         raise _unfit(request, what, "one axis, nothing below 0", f"{array.shape}, least {array.min() if array.size else ''}")
     return array
 

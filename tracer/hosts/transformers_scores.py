@@ -147,7 +147,7 @@ def _whole(logits_RV: torch.Tensor) -> torch.Tensor:
 
 def _check_shift(model: Any, record: ScoreRecord) -> None:
     """Exchange the last token: the logits before it must stay, those at it must not."""
-    other = next((token for token in (*record.ids.tolist(), 0, 1) if token != record.ids[-1]))
+    other = next(token for token in (*record.ids.tolist(), 0, 1) if token != record.ids[-1])
     changed = np.append(record.ids[:-1], other)
     rows = [_logits_from_prompt(model, ids, record.positions, 1) for ids in (record.ids, changed)]
     ids_2 = np.array([record.ids[-1], record.ids[-1]])

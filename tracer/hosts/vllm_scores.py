@@ -143,7 +143,7 @@ def _replayed(record: ScoreRecord, output: Any, name: ScoreName, argmax: bool, i
         raise _refused("the engine left scores out", f"{len(record.ids)} of them", len(steps), where)
     response = range(record.prompt_length, len(record.ids))
     values = [_logprob(steps[at], int(record.ids[at]), where) for at in response]
-    likely = [max(steps[at], key=lambda token: steps[at][token].logprob) for at in response] if argmax else None  # noqa: B023
+    likely = [max(steps[at], key=lambda token: steps[at][token].logprob) for at in response] if argmax else None
     return make_score(values, info, likely)
 
 
