@@ -16,7 +16,7 @@ from tracer.read.compare import Comparison
 from tracer.read.logical import LogicalBoundary
 from tracer.read.wording import count
 
-__all__ = ["ChoiceReport", "describe_choices", "scores_of_rows", "ulps_between"]
+__all__ = ["MANTISSA_BITS", "ChoiceReport", "describe_choices", "scores_of_rows", "ulps_between"]
 
 I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
@@ -24,7 +24,7 @@ F64 = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 _CHUNK = 4096
-_MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23}
+MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23}
 """Of the dtypes whose scores a float32 sketch holds exactly, coarse first."""
 _SMALLEST_EXPONENT = {"bfloat16": -126, "float16": -14, "float32": -126}
 
@@ -79,7 +79,7 @@ def ulps_between(x: F64, y: F64, dtype: str) -> F64:
     """``x - y`` in units in the last place of the larger of the two, as that dtype has them; exact where they are neighbours."""
     with np.errstate(divide="ignore"):
         exponent = np.floor(np.log2(np.maximum(np.abs(x), np.abs(y))))
-    unit = np.exp2(np.maximum(exponent, _SMALLEST_EXPONENT[dtype]) - _MANTISSA_BITS[dtype])
+    unit = np.exp2(np.maximum(exponent, _SMALLEST_EXPONENT[dtype]) - MANTISSA_BITS[dtype])
     ulps: F64 = (x - y) / unit
     return ulps
 
@@ -105,7 +105,7 @@ def describe_choices(choice: Comparison, scores: Comparison | None) -> ChoiceRep
     if not len(scores) or (scores.token_R[at] != token_F).any():
         return _unknown(report, "the scores of these tokens were not compared")
     rows_a, rows_b = scores.sides(at)
-    dtype = next((name for name in _MANTISSA_BITS if name in (scores.a.dtype, scores.b.dtype)), "")
+    dtype = next((name for name in MANTISSA_BITS if name in (scores.a.dtype, scores.b.dtype)), "")
     gap_a = _gaps(scores.a, rows_a, dtype, ids_a[flipped], ids_b[flipped], kept_a[flipped], kept_b[flipped])
     gap_b = _gaps(scores.b, rows_b, dtype, ids_b[flipped], ids_a[flipped], kept_b[flipped], kept_a[flipped])
     if gap_a is None or gap_b is None:
@@ -140,7 +140,7 @@ def _members(ids: I64, others: I64) -> Bools:
 def _gaps(boundary: LogicalBoundary, rows: I64, dtype: str, own: I64, other: I64, own_kept: Bools, other_kept: Bools) -> F64 | None:
     """Per row, in ulps of ``dtype``: the lowest score of what only this side chose, less the highest of what only the other
     did. Negative where this side did not choose its highest scores."""
-    scores = scores_of_rows(boundary, rows) if dtype and boundary.dtype in _MANTISSA_BITS else None
+    scores = scores_of_rows(boundary, rows) if dtype and boundary.dtype in MANTISSA_BITS else None
     if scores is None or min(own.min(initial=0), other.min(initial=0)) < 0:
         return None
     if max(own.max(initial=0), other.max(initial=0)) >= boundary.width:

@@ -15,9 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from tracer.read.absences import absent_boundary, missing_rows, token_findings
+from tracer.read.advice import classification, next_step
 from tracer.read.causes import Causes, Graph, find_causes, merge_catalogues
 from tracer.read.conditions import differing_conditions, leads
+from tracer.read.control import check_control
 from tracer.read.divergence import Candidate, Scene, boundary_findings, find_candidates, first_bitwise
+from tracer.read.dump_table import dump_lines
+from tracer.read.dumped import Dumps, read_dumps
+from tracer.read.evidence import Account, EvidenceGatherer
+from tracer.read.explain import Material
 from tracer.read.findings import (
     BoundaryOutcome,
     BoundaryResult,
@@ -36,11 +42,14 @@ from tracer.read.opening import Progress, TraceLike, opened, summarize
 from tracer.read.outcomes import Judged, cells_of, compare_all, judge, result_of
 from tracer.read.own_checks import covered, first_noise, sided
 from tracer.read.pairing import pair_sides
-from tracer.read.verdict import NOISE, Facts, classification, headline, next_step
+from tracer.read.verdict import NOISE, Facts, headline
 from tracer.read.weight_diff import compare_weights, weight_findings
 from tracer.read.wording import count, row_text, sequence_name
 
 __all__ = ["diff_traces"]
+
+_ROOTS_EXPLAINED = 4
+"""Roots that are explained and classed, earliest first."""
 
 
 def diff_traces(
@@ -50,6 +59,7 @@ def diff_traces(
     floor_a: TraceLike | Iterable[TraceLike] = (),
     floor_b: TraceLike | Iterable[TraceLike] = (),
     floor: TraceLike | Iterable[TraceLike] = (),
+    control: tuple[TraceLike, TraceLike] | None = None,
     tolerance: Tolerance | None = None,
     progress: Progress | None = None,
 ) -> DiffResult:
@@ -57,7 +67,8 @@ def diff_traces(
 
     ``a``, ``b``: trace folders, or what ``open_trace`` returned. ``floor_a``, ``floor_b``: further traces of the same side,
     whose differences from it are its noise; ``floor``: the same, for the side with that host, mesh and weights, or ``"self"``
-    for each side's own siblings and repeats. ``tolerance``: a stated limit. Nothing on disk is changed.
+    for each side's own siblings and repeats. ``tolerance``: a stated limit. ``control``: the same pair traced in float32,
+    which tells an error from rounding. Dumps of both sides are found by themselves. Nothing on disk is changed.
 
     Raises ``UsageError`` (not-a-trace, bad-argument) and ``TraceFormatError`` for what cannot be read at all; everything
     else, incomplete sides included, is in the result.
@@ -76,7 +87,14 @@ def diff_traces(
         own=SELF in [path for path in named if isinstance(path, str)],
         tolerance=tolerance,
     )
-    return _Comparing(side_a, side_b, floors, progress).result(findings)
+    pair = None
+    if control is not None:
+        pair = opened(control[0], "A32", progress), opened(control[1], "B32", progress)
+        check_control(pair, side_a, side_b)
+    dumps = read_dumps(side_a), read_dumps(side_b)
+    for side, held in zip((Side.A, Side.B), dumps, strict=True):
+        findings += [msgspec.structs.replace(found, side=side) for found in held.findings]
+    return _Comparing(side_a, side_b, floors, dumps, pair, progress).result(findings)
 
 
 def _several(value: TraceLike | Iterable[TraceLike]) -> list[TraceLike]:
@@ -118,8 +136,16 @@ def _skipped(a: LogicalTrace, b: LogicalTrace) -> dict[str, int]:
 class _Comparing:
     """One comparison of two readable sides."""
 
-    def __init__(self, a: LogicalTrace, b: LogicalTrace, floors: Floors, progress: Progress | None) -> None:
-        self.a, self.b, self.floors = a, b, floors
+    def __init__(
+        self,
+        a: LogicalTrace,
+        b: LogicalTrace,
+        floors: Floors,
+        dumps: tuple[Dumps, Dumps],
+        control: tuple[LogicalTrace, LogicalTrace] | None,
+        progress: Progress | None,
+    ) -> None:
+        self.a, self.b, self.floors, self.control = a, b, floors, control
         self.catalogue = merge_catalogues(a.catalogue, b.catalogue)
         self.pairing = pair_sides(a, b)
         self.judged = self._judge_all(progress)
@@ -132,6 +158,10 @@ class _Comparing:
             causes = find_causes(graph, cells, a.tokens, [weight.name for weight in weights.differing])
         self.conditions = differing_conditions(a, b)
         self.scene = Scene(a, self.pairing, weights, graph, self.judged, causes, leads(self.conditions))
+        self.dump_lines = dump_lines(*dumps, self.pairing.tokens) if all(dumps) else ()
+        held = dumps if all(dumps) else (None, None)
+        known = {info.name: info for info in self.catalogue}
+        self.material = Material(a, b, self.judged, self.conditions, *held, catalogue=known)
 
     def _judge_all(self, progress: Progress | None) -> dict[str, Judged]:
         comparisons = compare_all(self.a, self.b, self.pairing, [boundary.name for boundary in self.catalogue])
@@ -170,6 +200,10 @@ class _Comparing:
             first = Place(boundary=noise.boundary, request=noise.request, position=noise.position, side=noise.side, ranks=noise.ranks)
         if verdict is not Verdict.DIFFERENT:
             first = None
+        accounts = self._accounts([candidate for candidate in candidates if candidate.order < noise_at], results)
+        roots = [candidate.root for candidate in candidates if candidate.root is not None and candidate.order < noise_at]
+        explained = tuple(found for account in accounts for found in account.explanations)
+        earliest_account = accounts[0] if accounts else None
         facts = Facts(
             a=self.a,
             b=self.b,
@@ -179,23 +213,31 @@ class _Comparing:
             weights=scene.weights,
             results=results,
             findings=everything,
-            roots=[candidate.root for candidate in candidates if candidate.root is not None and candidate.order < noise_at],
+            roots=[*(account.root for account in accounts), *roots[len(accounts) :]],
+            explanations=explained,
             leads=scene.leads,
             first=first,
             first_bitwise=first_bitwise(scene) if self.floors.given else first,
             order=earliest.order if earliest is not None else -1.0,
             weight=earliest is not None and earliest.weight and noise is None,
             noise=noise,
+            classified=earliest_account.classification if earliest_account is not None else None,
+            dumped=first is not None and any(line.boundary == first.boundary and line.rows for line in self.dump_lines),
+            controlled=self.control is not None,
         )
+        classified = classification(facts)
         return DiffResult(
             exit=verdict.exit_code,
             verdict=verdict,
             headline=headline(facts),
             first=first,
             first_bitwise=facts.first_bitwise,
-            classification=classification(facts),
-            next_step=next_step(facts),
+            classification=classified,
+            next_step=classified.next_step if classified is not None else next_step(facts),
             roots=tuple(facts.roots),
+            explanations=explained,
+            dumps=self.dump_lines,
+            control=earliest_account.control if earliest_account is not None else None,
             findings=tuple(everything),
             boundaries=tuple(results),
             counts=self._counts(results),
@@ -203,6 +245,21 @@ class _Comparing:
             a=summarize(self.a),
             b=summarize(self.b),
         )
+
+    def _accounts(self, candidates: Sequence[Candidate], results: Sequence[BoundaryResult]) -> list[Account]:
+        """The earliest roots, explained and classed."""
+        gatherer = EvidenceGatherer(self.scene, self.material, self.dump_lines, self.control)
+        accounts: list[Account] = []
+        for candidate in candidates:
+            if candidate.root is None:
+                continue
+            outcomes = [result.outcome for result in results[: max(0, int(candidate.order + 0.5))] if not result.name.startswith("input.")]
+            account = gatherer.account(candidate, outcomes)
+            assert account is not None
+            accounts.append(account)
+            if len(accounts) == _ROOTS_EXPLAINED:
+                break
+        return accounts
 
     def _covered(self, finding: Finding) -> Finding:
         judged = self.judged.get(finding.boundary)

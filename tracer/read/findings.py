@@ -18,6 +18,8 @@ __all__ = [
     "Class",
     "Classification",
     "Confidence",
+    "Control",
+    "ControlOutcome",
     "Counts",
     "DiffResult",
     "Distance",
@@ -320,6 +322,29 @@ class DumpLine(_Result, frozen=True, kw_only=True):
     text: str = ""
 
 
+class ControlOutcome(str, Enum):
+    """What a control pair in float32 says of a difference."""
+
+    SURVIVES = "survives"
+    """About as large in float32: it is no rounding."""
+    FALLS = "falls"
+    """Down to the rounding of float32."""
+    UNCLEAR = "unclear"
+
+
+class Control(_Result, frozen=True, kw_only=True):
+    """The first divergence, held against the same pair in float32."""
+
+    boundary: str
+    outcome: ControlOutcome
+    distance: float | None = None
+    """Largest relative distance of the same rows in float32."""
+    native: float | None = None
+    """The same of the two sides themselves."""
+    rows: int = 0
+    text: str
+
+
 class Confidence(str, Enum):
     """How far the evidence of a class carries."""
 
@@ -394,6 +419,8 @@ class DiffResult(_Result, frozen=True, kw_only=True):
     """Shapes found at the first divergence and at further roots, in causal order, the telling ones first."""
     dumps: tuple[DumpLine, ...] = ()
     """Boundaries of which both sides hold raw values, in causal order."""
+    control: Control | None = None
+    """Where a control pair was given."""
     findings: tuple[Finding, ...] = ()
     boundaries: tuple[BoundaryResult, ...] = ()
     counts: Counts = Counts()

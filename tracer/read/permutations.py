@@ -40,7 +40,9 @@ def column_permutation(rows: MatchedRows) -> Found | None:
     if source_C is None or np.array_equal(source_C, np.arange(columns)):
         return None
     left = np.abs(rows.b_NC[test] - rows.a_NC[test][:, source_C])
-    allowed = 8 * rows.epsilon * np.maximum(np.abs(rows.b_NC[test]), np.abs(rows.a_NC[test]).max(axis=1, keepdims=True) / 16) if near else 0.0
+    allowed = (
+        8 * rows.epsilon * np.maximum(np.abs(rows.b_NC[test]), np.abs(rows.a_NC[test]).max(axis=1, keepdims=True) / 16) if near else 0.0
+    )
     if (left > allowed).mean() > (1 / 64 if near else 0):
         return None
     text, parameters = layout_text(source_C, rows.name)
@@ -85,7 +87,10 @@ def layout_text(source_C: I64, boundary: str) -> tuple[str, dict[str, object]]:
     for block in sorted(size for size in range(2, columns) if columns % size == 0):
         blocks = source_C.reshape(-1, block) - np.arange(0, columns, block)[:, None]
         if (blocks == blocks[0]).all() and blocks.min() >= 0 and blocks.max() < block:
-            return f"columns permuted within every block of {block}: {_inner_text(blocks[0])}", {"block": block, "order": blocks[0].tolist()[:256]}
+            return f"columns permuted within every block of {block}: {_inner_text(blocks[0])}", {
+                "block": block,
+                "order": blocks[0].tolist()[:256],
+            }
     moved_C = np.flatnonzero(source_C != np.arange(columns))
     name = what if what in ("experts",) else "columns"
     order = source_C.tolist()

@@ -27,7 +27,9 @@ Bools = npt.NDArray[np.bool_]
 _FEW_DOCUMENTS = 4
 
 
-def from_position(a: LogicalTrace, b: LogicalTrace, token_R: I64, differs_R: Bools, conditions: Mapping[str, Mapping[str, Any]]) -> Found | None:
+def from_position(
+    a: LogicalTrace, b: LogicalTrace, token_R: I64, differs_R: Bools, conditions: Mapping[str, Mapping[str, Any]]
+) -> Found | None:
     """Only the first token, or every token from one position on, alike in all sequences that reach it. Found on half of the
     tokens, tested on the others. What begins there is named: a window, a chunk of the cache."""
     position_R = a.tokens.position_K[token_R]

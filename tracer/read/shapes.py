@@ -240,10 +240,11 @@ def _unit(rows_NC: F64) -> F64:
 # ---------------------------------------------------------------- beside the value shapes
 
 
-def one_sided(rows: MatchedRows, squares_a_N: F64, squares_b_N: F64) -> Found | None:
+def one_sided(rows: MatchedRows) -> Found | None:
     """No element of one side is larger than the other's. Where only sums of squares are known: the rows of one side are
     shorter on average, beyond chance, by more than a sixteenth of a rounding. Only differences near rounding: of a large one
     it says nothing."""
+    squares_a_N, squares_b_N = rows.squares_a_N, rows.squares_b_N
     size = np.sqrt(np.maximum(squares_a_N, squares_b_N))
     apart = np.linalg.norm(rows.b_NC - rows.a_NC, axis=1)
     close = apart <= _MANY_ROUNDINGS * rows.epsilon * size
@@ -294,8 +295,9 @@ def _sides(difference_NC: F64) -> Bools:
     return np.asarray(difference_NC[difference_NC != 0] > 0)
 
 
-def kept_length(rows: MatchedRows, squares_a_N: F64, squares_b_N: F64) -> Found | None:
+def kept_length(rows: MatchedRows) -> Found | None:
     """Rows that differ widely and yet are as long: rotated or permuted. Exact rows tell the smallest block that keeps its length."""
+    squares_a_N, squares_b_N = rows.squares_a_N, rows.squares_b_N
     size = np.sqrt(np.maximum(squares_a_N, squares_b_N))
     apart = np.linalg.norm(rows.b_NC - rows.a_NC, axis=1)
     wide = apart > 2 * _MANY_ROUNDINGS * rows.epsilon * size
@@ -355,5 +357,3 @@ def spans_text(columns: I64) -> str:
     spans = [f"{start}..{stop}" if stop > start else f"{start}" for start, stop in zip(starts, stops, strict=True)]
     more = f" and {count(len(spans) - _SPANS_SHOWN, 'more span')}" if len(spans) > _SPANS_SHOWN else ""
     return ", ".join(spans[:_SPANS_SHOWN]) + more
-
-
