@@ -24,8 +24,12 @@ def diff(
     ] = None,
     tolerance: Annotated[
         str,
-        typer.Option("--tolerance", metavar="relative=X", help="Largest relative distance that passes; also BOUNDARY=X, comma separated."),
+        typer.Option("--tolerance", metavar="relative=X", help="Largest relative distance that passes; also BOUNDARY=X, ulps=N (needs dumps)."),
     ] = "",
+    control: Annotated[
+        tuple[str, str] | None,
+        typer.Option("--control", metavar="A32 B32", help="The same pair in float32: an error survives there, rounding falls."),
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every boundary, finding and condition.")] = False,
     json: Annotated[str, typer.Option("--json", metavar="FILE", help="Write the whole result as JSON; - for standard output.")] = "",
 ) -> None:
@@ -38,7 +42,9 @@ def diff(
 
     limit = parse_tolerance(tolerance) if tolerance else None
     with progress_bar() as report:
-        result = diff_traces(a, b, floor_a=floor_a or (), floor_b=floor_b or (), floor=floor or (), tolerance=limit, progress=report)
+        result = diff_traces(
+            a, b, floor_a=floor_a or (), floor_b=floor_b or (), floor=floor or (), control=control, tolerance=limit, progress=report
+        )
     if json:
         from tracer.reports.result_json import write_result
 

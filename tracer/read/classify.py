@@ -48,8 +48,9 @@ _EVEN = 0.25
 class RootEvidence:
     """What is known about one root that is a value. ``dtypes``: of both sides. ``same_input``: every direct input was compared
     and is equal. ``ancestors``: it was not, but recorded ancestors stand for it, and are equal. ``weights_equal``: those it
-    is computed with, as far as it has any. ``fades``: boundaries that read it and differ by rounding only, where all of them do. ``faded``: they
-    fall to the rounding of float32 in the control pair. ``reduced``: a setting by which float32 products are computed in less."""
+    is computed with, as far as it has any. ``fades``: boundaries that read it, where all of them differ by rounding only.
+    ``faded``: they fall to the rounding of float32 in the control pair. ``reduced``: a setting by which float32 products are
+    computed in less."""
 
     root: Root
     info: Boundary

@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -20,7 +21,7 @@ from tracer.read.causes import Causes, Graph, find_causes, merge_catalogues
 from tracer.read.conditions import differing_conditions, leads
 from tracer.read.control import check_control
 from tracer.read.divergence import Candidate, Scene, boundary_findings, find_candidates, first_bitwise
-from tracer.read.dump_table import dump_lines
+from tracer.read.dump_table import dump_lines, dump_ulps
 from tracer.read.dumped import Dumps, read_dumps
 from tracer.read.evidence import Account, EvidenceGatherer
 from tracer.read.explain import Material
@@ -41,7 +42,7 @@ from tracer.read.logical import LogicalTrace
 from tracer.read.opening import Progress, TraceLike, opened, summarize
 from tracer.read.outcomes import Judged, cells_of, compare_all, judge, result_of
 from tracer.read.own_checks import covered, first_noise, sided
-from tracer.read.pairing import pair_sides
+from tracer.read.pairing import Pairing, pair_sides
 from tracer.read.verdict import NOISE, Facts, headline
 from tracer.read.weight_diff import compare_weights, weight_findings
 from tracer.read.wording import count, row_text, sequence_name
@@ -78,6 +79,7 @@ def diff_traces(
     if any(finding.kind is Kind.UNREADABLE for finding in findings):
         return _unreadable(side_a, side_b, findings)
     named = _several(floor)
+    dumps = read_dumps(side_a), read_dumps(side_b)
     floors = measure_floors(
         side_a,
         side_b,
@@ -86,12 +88,12 @@ def diff_traces(
         floor=[opened(path, "floor", progress) for path in named if path != SELF],
         own=SELF in [path for path in named if isinstance(path, str)],
         tolerance=tolerance,
+        dumped=all(dumps),
     )
     pair = None
     if control is not None:
         pair = opened(control[0], "A32", progress), opened(control[1], "B32", progress)
         check_control(pair, side_a, side_b)
-    dumps = read_dumps(side_a), read_dumps(side_b)
     for side, held in zip((Side.A, Side.B), dumps, strict=True):
         findings += [msgspec.structs.replace(found, side=side) for found in held.findings]
     return _Comparing(side_a, side_b, floors, dumps, pair, progress).result(findings)
@@ -133,6 +135,11 @@ def _skipped(a: LogicalTrace, b: LogicalTrace) -> dict[str, int]:
     return skipped
 
 
+def _row_ulps(dumps: tuple[Dumps, Dumps], name: str, pairing: Pairing) -> Mapping[tuple[int, int], float]:
+    a, b = (held.boundaries.get(name) for held in dumps)
+    return {} if a is None or b is None else dump_ulps(a, b, pairing.tokens)
+
+
 class _Comparing:
     """One comparison of two readable sides."""
 
@@ -148,6 +155,9 @@ class _Comparing:
         self.a, self.b, self.floors, self.control = a, b, floors, control
         self.catalogue = merge_catalogues(a.catalogue, b.catalogue)
         self.pairing = pair_sides(a, b)
+        held = dumps if all(dumps) else None
+        if held is not None:
+            self.floors = replace(floors, row_ulps=lambda name: _row_ulps(held, name, self.pairing))
         self.judged = self._judge_all(progress)
         weights = compare_weights(a, b, self.catalogue)
         differing = [name for name, judged in self.judged.items() if name.startswith("input.") and judged.above_D.any()]
@@ -158,10 +168,9 @@ class _Comparing:
             causes = find_causes(graph, cells, a.tokens, [weight.name for weight in weights.differing])
         self.conditions = differing_conditions(a, b)
         self.scene = Scene(a, self.pairing, weights, graph, self.judged, causes, leads(self.conditions))
-        self.dump_lines = dump_lines(*dumps, self.pairing.tokens) if all(dumps) else ()
-        held = dumps if all(dumps) else (None, None)
+        self.dump_lines = dump_lines(*held, self.pairing.tokens) if held is not None else ()
         known = {info.name: info for info in self.catalogue}
-        self.material = Material(a, b, self.judged, self.conditions, *held, catalogue=known)
+        self.material = Material(a, b, self.judged, self.conditions, *(held or (None, None)), catalogue=known)
 
     def _judge_all(self, progress: Progress | None) -> dict[str, Judged]:
         comparisons = compare_all(self.a, self.b, self.pairing, [boundary.name for boundary in self.catalogue])

@@ -67,11 +67,14 @@ class _Halves:
 
     def misfit(self, predicted: F64) -> float:
         """What a prediction of the tested rows leaves of the difference, root mean square over rows; inf where nothing is tested."""
-        return _misfit(self.b_test - predicted, self.b_test - self.a_test)
+        return _misfit(predicted, self.a_test, self.b_test)
 
 
-def _misfit(left_NC: F64, difference_NC: F64) -> float:
-    whole = np.linalg.norm(difference_NC, axis=1)
+def _misfit(predicted_NC: F64, a_NC: F64, b_NC: F64) -> float:
+    """Error of a prediction of B, of the difference or of B itself, whichever is smaller: a vanishing B is no ratio of A."""
+    left_NC = b_NC - predicted_NC
+    whole = np.linalg.norm(b_NC - a_NC, axis=1)
+    whole = np.minimum(whole, np.maximum(np.linalg.norm(b_NC, axis=1), 1e-6 * whole))
     rows = whole > 0
     if not rows.any():
         return float("inf")
@@ -162,8 +165,7 @@ def _row_ratio(rows: MatchedRows, halves: _Halves) -> Found | None:
     ratio_fit = _ratios(halves.a_fit, halves.b_fit, 1)
     known, tested = (slice(0, None, 2), slice(1, None, 2)) if columns > _FEW_COLUMNS else (slice(None), slice(None))
     ratio_test = _ratios(halves.a_test[:, known], halves.b_test[:, known], 1)
-    left = (halves.b_test - ratio_test[:, None] * halves.a_test)[:, tested]
-    misfit = _misfit(left, (halves.b_test - halves.a_test)[:, tested])
+    misfit = _misfit((ratio_test[:, None] * halves.a_test)[:, tested], halves.a_test[:, tested], halves.b_test[:, tested])
     if misfit > _LEFT:
         return None
     ratios = np.concatenate([ratio_fit, ratio_test])
@@ -226,8 +228,10 @@ def _rank(fit_NC: F64, test_NC: F64, most: int) -> tuple[int | None, float]:
     directions_KC = (vectors[:, order] / np.sqrt(values[order])).T @ fit_NC
     held_NK = (test_NC @ directions_KC.T) ** 2
     left_K = np.sqrt(np.maximum(1.0 - np.cumsum(held_NK, axis=1), 0.0).mean(axis=0))
-    enough = np.flatnonzero(left_K <= _LEFT)
-    return (int(enough[0]) + 1, float(left_K[enough[0]])) if len(enough) else (None, float("inf"))
+    if not len(left_K) or left_K.min() > _LEFT:
+        return None, float("inf")
+    rank = int(np.flatnonzero(left_K <= max(1.5 * left_K.min(), 1e-6))[0]) + 1  # what further directions add is rounding
+    return rank, float(left_K[rank - 1])
 
 
 def _unit(rows_NC: F64) -> F64:
