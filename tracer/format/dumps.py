@@ -22,7 +22,7 @@ The metadata key ``tracer`` holds a ``DumpHeader`` as JSON. A row's token key fo
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -339,7 +339,7 @@ class DumpFile:
             self._column(f"{number}.expert", np.dtype("<i4")) if f"{number}.expert" in self._offsets else None,
         )
 
-    def __iter__(self) -> Iterable[DumpRows]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[DumpRows]:
         return (self.rows(number) for number in range(len(self.header.blocks)))
 
     def _column(self, name: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:

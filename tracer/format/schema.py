@@ -353,6 +353,9 @@ class Manifest(Record, frozen=True, kw_only=True):
     """Run conditions, nested plain JSON; what could not be found out is the string ``unknown``."""
     interventions: tuple[str, ...] = ()
     """feed, pin, perturb_ulps: anything that changed what the model computed."""
+    replaced: dict[str, str] = {}
+    """Boundary -> run id: its values were replaced by that run's after they were recorded (feed), so that what is computed
+    from it starts from those."""
     notes: tuple[Note, ...] = ()
     complete: bool = True
     incomplete_reason: str = ""

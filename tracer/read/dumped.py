@@ -102,9 +102,8 @@ def read_dumps(trace: TraceLike) -> Dumps:
     index = {(sequence.scope, sequence.label): sequence.token for sequence in logical.sequences}
     pieces: dict[str, list[_Piece]] = {}
     for file in files:
-        for number, block in enumerate(file.header.blocks):
-            rows = file.rows(number)
-            pieces.setdefault(block.boundary, []).append(_Piece(rows, _tokens(file, rows, logical, index)))
+        for rows in file:
+            pieces.setdefault(rows.block.boundary, []).append(_Piece(rows, _tokens(file, rows, logical, index)))
     findings: list[Finding] = []
     boundaries = {}
     order = {info.name: at for at, info in enumerate(logical.catalogue)}
