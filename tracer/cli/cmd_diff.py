@@ -24,7 +24,7 @@ def diff(
     ] = None,
     tolerance: Annotated[
         str,
-        typer.Option("--tolerance", metavar="relative=X", help="Largest relative distance that passes; also BOUNDARY=X, ulps=N (needs dumps)."),
+        typer.Option("--tolerance", metavar="relative=X", help="Largest relative distance that passes; also BOUNDARY=X, ulps=N."),
     ] = "",
     control: Annotated[
         tuple[str, str] | None,

@@ -22,7 +22,7 @@ from tracer.read.conditions import differing_conditions, leads
 from tracer.read.control import check_control
 from tracer.read.divergence import Candidate, Scene, boundary_findings, find_candidates, first_bitwise
 from tracer.read.dump_table import dump_lines, dump_ulps
-from tracer.read.dumped import Dumps, read_dumps
+from tracer.read.dumped import DumpedBoundary, Dumps, read_dumps
 from tracer.read.evidence import Account, EvidenceGatherer
 from tracer.read.explain import Material
 from tracer.read.findings import (
@@ -42,7 +42,7 @@ from tracer.read.logical import LogicalTrace
 from tracer.read.opening import Progress, TraceLike, opened, summarize
 from tracer.read.outcomes import Judged, cells_of, compare_all, judge, result_of
 from tracer.read.own_checks import covered, first_noise, sided
-from tracer.read.pairing import Pairing, pair_sides
+from tracer.read.pairing import pair_sides
 from tracer.read.verdict import NOISE, Facts, headline
 from tracer.read.weight_diff import compare_weights, weight_findings
 from tracer.read.wording import count, row_text, sequence_name
@@ -135,11 +135,6 @@ def _skipped(a: LogicalTrace, b: LogicalTrace) -> dict[str, int]:
     return skipped
 
 
-def _row_ulps(dumps: tuple[Dumps, Dumps], name: str, pairing: Pairing) -> Mapping[tuple[int, int], float]:
-    a, b = (held.boundaries.get(name) for held in dumps)
-    return {} if a is None or b is None else dump_ulps(a, b, pairing.tokens)
-
-
 class _Comparing:
     """One comparison of two readable sides."""
 
@@ -155,9 +150,8 @@ class _Comparing:
         self.a, self.b, self.floors, self.control = a, b, floors, control
         self.catalogue = merge_catalogues(a.catalogue, b.catalogue)
         self.pairing = pair_sides(a, b)
-        held = dumps if all(dumps) else None
-        if held is not None:
-            self.floors = replace(floors, row_ulps=lambda name: _row_ulps(held, name, self.pairing))
+        self.dumps = dumps if all(dumps) else None
+        self.floors = replace(floors, row_ulps=self._row_ulps)
         self.judged = self._judge_all(progress)
         weights = compare_weights(a, b, self.catalogue)
         differing = [name for name, judged in self.judged.items() if name.startswith("input.") and judged.above_D.any()]
@@ -168,9 +162,9 @@ class _Comparing:
             causes = find_causes(graph, cells, a.tokens, [weight.name for weight in weights.differing])
         self.conditions = differing_conditions(a, b)
         self.scene = Scene(a, self.pairing, weights, graph, self.judged, causes, leads(self.conditions))
-        self.dump_lines = dump_lines(*held, self.pairing.tokens) if held is not None else ()
+        self.dump_lines = dump_lines(*self.dumps, self.pairing.tokens) if self.dumps is not None else ()
         known = {info.name: info for info in self.catalogue}
-        self.material = Material(a, b, self.judged, self.conditions, *(held or (None, None)), catalogue=known)
+        self.material = Material(a, b, self.judged, self.conditions, *(self.dumps or (None, None)), catalogue=known)
 
     def _judge_all(self, progress: Progress | None) -> dict[str, Judged]:
         comparisons = compare_all(self.a, self.b, self.pairing, [boundary.name for boundary in self.catalogue])
@@ -182,13 +176,23 @@ class _Comparing:
                 continue
             if progress is not None:
                 progress("comparing", done, len(self.catalogue))
-            found = judge(comparison, self.floors, comparisons.get(info.scores))
+            found = judge(comparison, self.floors, comparisons.get(info.scores), self._dumped(info.scores))
             found = missing_rows(found, self.a, self.b, self.pairing, chosen_K)
             if info.discrete and found.above_D.any():
                 chosen_K = np.zeros(len(self.a.tokens), np.bool_) if chosen_K is None else chosen_K
                 chosen_K[comparison.token_R[found.above]] = True
             judged[info.name] = found
         return judged
+
+    def _row_ulps(self, name: str) -> Mapping[tuple[int, int], float]:
+        held = self._dumped(name)
+        return {} if held is None else dump_ulps(*held, self.pairing.tokens)
+
+    def _dumped(self, name: str) -> tuple[DumpedBoundary, DumpedBoundary] | None:
+        """Raw values of a boundary on both sides."""
+        if self.dumps is None or not all(name in held.boundaries for held in self.dumps):
+            return None
+        return self.dumps[0].boundaries[name], self.dumps[1].boundaries[name]
 
     def result(self, findings: Sequence[Finding]) -> DiffResult:
         """Put everything together. ``findings``: of each side by itself."""

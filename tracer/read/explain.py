@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,7 @@ def explain_boundary(material: Material, name: str, among_K: Bools | None = None
         found.append((moved, "digests"))
     rows = None if comparison.a.info.discrete else matched_rows(material, comparison, pairs)
     if rows is not None:
+        rows = replace(rows, head=_head_columns(material.a))
         found += [(shape, rows.source) for shape in _of_values(rows, moved is None)]
     found += [(shape, "positions") for shape in _of_places(material, judged, pairs)]
     info = material.catalogue.get(name, comparison.a.info)
@@ -99,6 +100,18 @@ def matched_rows(material: Material, comparison: Comparison, pairs: I64) -> Matc
             if rows is not None and (len(rows) > 1 or len(pairs) == 1):
                 return rows
     return recorded_rows(comparison, pairs, position_K)
+
+
+def _head_columns(trace: LogicalTrace) -> int:
+    """Columns of one attention head as the model's config has them, 0 where it does not say."""
+    config = trace.manifest.conditions.get("model")
+    config = config.get("config") if isinstance(config, dict) else None
+    if not isinstance(config, dict):
+        return 0
+    size, heads, hidden = (config.get(name) for name in ("head_dim", "num_attention_heads", "hidden_size"))
+    if isinstance(size, int) and size > 0:
+        return size
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else 0
 
 
 def _of_values(rows: MatchedRows, whole: bool) -> Iterable[Found]:

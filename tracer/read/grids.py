@@ -18,6 +18,7 @@ from tracer.read.shapes import Found
 __all__ = ["grid_shape", "round_to"]
 
 F64 = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 
 _ON = 0.98
 """Share of values that must lie on the grid, of the tested rows."""
@@ -66,7 +67,7 @@ def _rounded(rows: MatchedRows) -> Found | None:
 
 
 def _scaled(rows: MatchedRows) -> Found | None:
-    for dtype in ("float8_e4m3fn", "float8_e5m2", "int8"):
+    for dtype in ("float8_e5m2", "float8_e4m3fn", "int8"):  # coarse first: its grid lies in the finer one
         for side, image, source in (("B", rows.b_NC, rows.a_NC), ("A", rows.a_NC, rows.b_NC)):
             for per in ("tensor", "row", "column"):
                 tested = _on_grid(image, source, dtype, per, rows.epsilon)
@@ -103,33 +104,34 @@ def _scales(fit_NC: F64, dtype: str, epsilon: float) -> F64 | None:
     if not (largest > 0).all():
         return None
     grid = _grid(dtype)
-    positive = grid[grid > 0]
-    tops = positive[positive > positive[-1] / 2]  # the largest value may be any of the top binade
-    best, best_share = None, -1.0
+    tops = grid[grid > grid[-1] / 2]  # the largest value may be any of the top binade
+    shares = []
     for top in tops:
-        scales = largest / top
-        share, _ = _share(fit_NC, scales, dtype, 2 * epsilon)  # the largest value was rounded itself
-        if share > best_share + 1e-9:
-            best, best_share = scales, share
-    if best is None or best_share < _ON:
+        on, telling = _on(fit_NC, largest / top, dtype, 2 * epsilon)  # the largest value was rounded itself
+        shares.append((on & telling).sum(axis=1) / np.maximum(telling.sum(axis=1), 1))
+    best_NT = np.stack(shares, axis=1)
+    if np.median(best_NT.max(axis=1)) < _ON:
         return None
-    code = _nearest(fit_NC / best, grid)
+    scales = largest / tops[best_NT.argmax(axis=1)][:, None]
+    code = _nearest(fit_NC / scales, grid)
     refined: F64 = (fit_NC * code).sum(axis=1, keepdims=True) / np.maximum((code**2).sum(axis=1, keepdims=True), 1e-300)
     return refined
 
 
 def _share(values_NC: F64, scales_N1: F64, dtype: str, epsilon: float) -> tuple[float, int]:
     """Share of values that lie on the grid up to the rounding of their own dtype, and how many could tell."""
+    on, telling = _on(values_NC, scales_N1, dtype, epsilon)
+    return (float(on[telling].mean()) if telling.any() else 0.0), int(telling.sum())
+
+
+def _on(values_NC: F64, scales_N1: F64, dtype: str, epsilon: float) -> tuple[Bools, Bools]:
+    """Which values lie on the grid, and which are large enough, and of a grid coarse enough there, to tell."""
     grid = _grid(dtype)
     code = values_NC / scales_N1
     size = np.abs(code)
-    spacing = _spacing(size, dtype)
-    allowed = 1.5 * epsilon * size
-    telling = (size > grid[-1] * _LOWEST) & (allowed < spacing / 8)
-    if not telling.any():
-        return 0.0, 0
-    off = np.abs(code - _nearest(code, grid))
-    return float((off <= np.maximum(allowed, 1e-6 * size))[telling].mean()), int(telling.sum())
+    allowed = np.maximum(1.5 * epsilon, 1e-6) * size
+    telling = (size > grid[-1] * _LOWEST) & (allowed < _spacing(size, dtype) / 8)
+    return np.asarray(np.abs(code - _nearest(code, grid)) <= allowed), np.asarray(telling)
 
 
 def _spacing(size: F64, dtype: str) -> F64:

@@ -21,7 +21,7 @@ from tracer.read.compare import Comparison
 from tracer.read.dumped import DumpedBoundary
 from tracer.read.logical import LogicalBoundary, Statistics
 
-__all__ = ["EPSILON", "MatchedRows", "dumped_rows", "exact_scores", "recorded_rows", "spread"]
+__all__ = ["EPSILON", "MatchedRows", "dumped_lines", "dumped_rows", "exact_scores", "recorded_rows", "spread"]
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
@@ -56,7 +56,8 @@ class MatchedRows:
 
     ``exact``: these are the values themselves, column by column; else sketches stand for them. ``token_N``: A's token
     index. ``position_N``: of the token in its sequence. ``expert_N``: of (token, expert) rows. ``squares_a_N``,
-    ``squares_b_N``: sums of squares of the whole rows. ``total``: rows that differ, looked at or not.
+    ``squares_b_N``: sums of squares of the whole rows. ``total``: rows that differ, looked at or not. ``head``: columns
+    of one attention head, 0 where unknown.
     """
 
     name: str
@@ -72,6 +73,7 @@ class MatchedRows:
     position_N: I64
     expert_N: I64 | None = None
     total: int = 0
+    head: int = 0
 
     def __len__(self) -> int:
         return len(self.a_NC)
@@ -127,7 +129,7 @@ def recorded_rows(comparison: Comparison, pairs: I64, position_K: I64) -> Matche
 def dumped_rows(comparison: Comparison, pairs: I64, a: DumpedBoundary, b: DumpedBoundary, position_K: I64) -> MatchedRows | None:
     """The given differing pairs as far as both sides hold their raw values; None where that is none of them."""
     rows_a, rows_b = comparison.sides(pairs)
-    at_a, at_b = _lines(a, comparison.a, rows_a), _lines(b, comparison.b, rows_b)
+    at_a, at_b = dumped_lines(a, comparison.a, rows_a), dumped_lines(b, comparison.b, rows_b)
     held = np.flatnonzero((at_a >= 0) & (at_b >= 0))
     if not len(held) or a.width != b.width:
         return None
@@ -143,7 +145,7 @@ def dumped_rows(comparison: Comparison, pairs: I64, a: DumpedBoundary, b: Dumped
     return _matched(comparison, pairs, pairs[chosen], *values, "dumps", position_K)
 
 
-def _lines(dumped: DumpedBoundary, boundary: LogicalBoundary, rows: I64) -> I64:
+def dumped_lines(dumped: DumpedBoundary, boundary: LogicalBoundary, rows: I64) -> I64:
     """Per row of a boundary its line in the dump, -1 where it is not in it or its bytes are not those of the row."""
     code, wanted = dumped.token_R * _EXPERTS, boundary.token_R[rows] * _EXPERTS
     if dumped.expert_R is not None and boundary.expert_R is not None:

@@ -45,7 +45,7 @@ def column_permutation(rows: MatchedRows) -> Found | None:
     )
     if (left > allowed).mean() > (1 / 64 if near else 0):
         return None
-    text, parameters = layout_text(source_C, rows.name)
+    text, parameters = layout_text(source_C, rows.name, rows.head)
     tested = len(rows.a_NC[test])
     return Found(Shape.COLUMNS_PERMUTED, text, len(rows) - tested, tested, 0.0, parameters)
 
@@ -68,13 +68,15 @@ def _sources(a_NC: F64, b_NC: F64) -> tuple[I64 | None, bool]:
     return source_C, True
 
 
-def layout_text(source_C: I64, boundary: str) -> tuple[str, dict[str, object]]:
+def layout_text(source_C: I64, boundary: str, head: int = 0) -> tuple[str, dict[str, object]]:
     """A permutation in the words of its largest blocks: heads, experts, halves within heads, single columns.
 
-    ``source_C``: per place of B the place of A that it holds."""
+    ``source_C``: per place of B the place of A that it holds. ``head``: columns of one head, 0 where unknown."""
     columns = len(source_C)
     what = _unit_of(boundary)
     for block in sorted((size for size in range(1, columns) if columns % size == 0), reverse=True):
+        if block < head and what.endswith("heads"):
+            break  # parts of heads, rather than heads
         blocks = source_C.reshape(-1, block)
         if (blocks[:, 0] % block == 0).all() and (blocks == blocks[:, :1] + np.arange(block)).all():
             order = (blocks[:, 0] // block).tolist()

@@ -14,6 +14,7 @@ from tracer.read.findings import (
     BoundaryResult,
     Class,
     Classification,
+    Confidence,
     Explanation,
     Finding,
     FindingCode,
@@ -130,9 +131,13 @@ def _different_line(facts: Facts) -> str:
         parts.insert(0, root.text)
     elif result is not None and result.text and (root is None or _says_more(result)):
         parts.insert(0, result.text)
-    strong = facts.floors.given or (root is not None and root.klass is not Class.UNLOCALIZED)
-    if not strong:
+    sure = facts.classified is not None and facts.classified.confidence is Confidence.HIGH
+    if not (facts.floors.given or (root is not None and root.klass is not Class.UNLOCALIZED and sure)):
         parts.append("bitwise: no floor was given")
+    elif facts.floors.given and facts.first_bitwise is not None:
+        limit = "floor" if facts.floors.measured else "tolerance"
+        same = facts.first_bitwise == first
+        parts.append(f"above the {limit}; first bitwise {'here too' if same else f'at {place_text(facts.first_bitwise)}'}")
     dtype_only = first.position is None and result is not None and result.dtype_a != result.dtype_b
     where = f"another dtype at {first.boundary}" if dtype_only else place_text(first)
     return f"First divergence: {where} ({', '.join(parts)})"

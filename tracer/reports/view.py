@@ -258,7 +258,8 @@ def _rest(result: DiffResult, shown: set[int]) -> str:
 def _dumps(dumps: Sequence[DumpLine]) -> Table:
     """Raw values of both sides, one line per boundary."""
     columns = (
-        "dumped", "role", "rows", "shape", "dtype", "finite", "max abs", "MAE", "relative L2", "cosine", "ulps", "B above", "first bad", "note",
+        "dumped", "role", "rows", "shape", "dtype", "finite", "max abs", "MAE", "relative L2", "cosine", "ulps", "B above", "first bad",
+        "note",
     )  # fmt: skip
     return Table(columns, tuple(_dump_line(line) for line in dumps))
 
