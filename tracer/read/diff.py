@@ -21,6 +21,7 @@ from tracer.read.causes import Causes, Graph, find_causes, merge_catalogues
 from tracer.read.conditions import differing_conditions, leads
 from tracer.read.control import check_control
 from tracer.read.divergence import Candidate, Scene, boundary_findings, find_candidates, first_bitwise
+from tracer.read.dump_checks import check_dumps
 from tracer.read.dump_table import dump_lines, dump_ulps
 from tracer.read.dumped import DumpedBoundary, Dumps, read_dumps
 from tracer.read.evidence import Account, EvidenceGatherer
@@ -41,7 +42,7 @@ from tracer.read.floor import SELF, Floors, Tolerance, measure_floors
 from tracer.read.logical import LogicalTrace
 from tracer.read.opening import Progress, TraceLike, opened, summarize
 from tracer.read.outcomes import Judged, cells_of, compare_all, judge, result_of
-from tracer.read.own_checks import covered, first_noise, sided
+from tracer.read.own_checks import covered, first_noise, sided, without_replaced
 from tracer.read.pairing import pair_sides
 from tracer.read.verdict import NOISE, Facts, headline
 from tracer.read.weight_diff import compare_weights, weight_findings
@@ -76,10 +77,12 @@ def diff_traces(
     """
     side_a, side_b = opened(a, "A", progress), opened(b, "B", progress)
     findings = [*sided(side_a, Side.A), *sided(side_b, Side.B)]
+    dumps = read_dumps(side_a), read_dumps(side_b)
+    for held, side in zip(dumps, (Side.A, Side.B), strict=True):
+        findings += check_dumps(held, side)
     if any(finding.kind is Kind.UNREADABLE for finding in findings):
         return _unreadable(side_a, side_b, findings)
     named = _several(floor)
-    dumps = read_dumps(side_a), read_dumps(side_b)
     floors = measure_floors(
         side_a,
         side_b,
@@ -94,8 +97,6 @@ def diff_traces(
     if control is not None:
         pair = opened(control[0], "A32", progress), opened(control[1], "B32", progress)
         check_control(pair, side_a, side_b)
-    for side, held in zip((Side.A, Side.B), dumps, strict=True):
-        findings += [msgspec.structs.replace(found, side=side) for found in held.findings]
     return _Comparing(side_a, side_b, floors, dumps, pair, progress).result(findings)
 
 
@@ -155,7 +156,7 @@ class _Comparing:
         self.judged = self._judge_all(progress)
         weights = compare_weights(a, b, self.catalogue)
         differing = [name for name, judged in self.judged.items() if name.startswith("input.") and judged.above_D.any()]
-        graph = Graph.of(self.catalogue, differing)
+        graph = Graph.of(without_replaced(self.catalogue, a, b), differing)
         causes = Causes()
         if any(judged.above_D.any() for judged in self.judged.values()):
             cells = {name: cell for name, judged in self.judged.items() if (cell := cells_of(judged, len(a.tokens))) is not None}
