@@ -43,8 +43,9 @@ def test_planted_shapes_are_found(name: str, dtype: str) -> None:
     plant, shape, words, where = PLANTED[name]
     a = random_rows(dtype=dtype)
     b = round_to(plant(a), dtype)
-    if name == "row ratio" and dtype == "bfloat16":
-        pytest.xfail("a ratio within one rounding of 1 is no shape in bfloat16")
+    if name == "row ratio" and dtype == "bfloat16":  # within a few roundings of 1
+        assert value_shape(matched(a, b, dtype=dtype)) is None
+        return
     for exact in (True, False) if where == "both" else (True,):
         found = value_shape(matched(a, b, dtype=dtype, exact=exact))
         assert found is not None

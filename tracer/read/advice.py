@@ -62,7 +62,9 @@ def next_step(facts: Facts, classified: Classification | None = None) -> str:
         case Class.WEIGHT:
             return f"Run: tracer weights {facts.a.path} {facts.b.path}; then load the same weights on both sides and trace again"
         case Class.DISCRETE:
-            return "Pin the routing: give both sides the same ids, then trace again; what comes later in these tokens follows from it"
+            pin = f'trace(..., pin={{"{where}": "{facts.a.path}"}})'
+            behind = "to search behind the choice; what comes later in these tokens follows from it"
+            return f"Pin the routing: trace B again with {pin}, {behind}"
         case Class.CORRECTNESS:
             return _error_step(facts, where)
         case Class.FLOATING_POINT:

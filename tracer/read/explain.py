@@ -135,7 +135,9 @@ def _of_places(material: Material, judged: Judged, pairs: I64) -> Iterable[Found
     differs_R[pairs] = True
     found = document(material.a, token_R, differs_R)
     if found is None and not differs_R.all():
-        found = from_position(material.a, material.b, token_R, differs_R, material.conditions)
+        position_R = material.a.tokens.position_K[token_R] - judged.shift
+        attends = material.catalogue.get(comparison.name, comparison.a.info).mixes_tokens
+        found = from_position(material.a, material.b, position_R, differs_R, material.conditions, attends)
     if found is not None:
         yield found
     if comparison.values is None:

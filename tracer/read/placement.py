@@ -28,11 +28,10 @@ _FEW_DOCUMENTS = 4
 
 
 def from_position(
-    a: LogicalTrace, b: LogicalTrace, token_R: I64, differs_R: Bools, conditions: Mapping[str, Mapping[str, Any]]
+    a: LogicalTrace, b: LogicalTrace, position_R: I64, differs_R: Bools, conditions: Mapping[str, Mapping[str, Any]], attends: bool
 ) -> Found | None:
     """Only the first token, or every token from one position on, alike in all sequences that reach it. Found on half of the
-    tokens, tested on the others. What begins there is named: a window, a chunk of the cache."""
-    position_R = a.tokens.position_K[token_R]
+    tokens, tested on the others. What begins there is named: a window, a chunk of the cache. ``attends``: the boundary mixes tokens."""
     fit, test = slice(0, None, 2), slice(1, None, 2)
     if np.array_equal(differs_R, position_R == 0) and differs_R.any() and not differs_R.all():
         return Found(Shape.FIRST_TOKEN, "only at token 0", len(position_R[fit]), len(position_R[test]), 0.0)
@@ -45,7 +44,7 @@ def from_position(
         return None
     text, parameters = f"from position {first} on", {"position": first}
     if first == 1:
-        text = "every token but the first: a single key leaves attention nothing to weigh, and position 0 nothing to rotate"
+        text = "every token but the first" + (": a single key leaves attention nothing to weigh" if attends else "")
     else:
         begun = [side for side, trace in (("A", a), ("B", b)) if _forward_begins(trace, first)]
         windows = _settings_equal_to(first, a, conditions)
@@ -144,14 +143,15 @@ def experts_only(expert_RE: I64, differs_R: Bools, experts: int) -> Found | None
     An expert is to blame if every row of it differs; together they must explain every differing row, and be few."""
     if not differs_R.any() or differs_R.all():
         return None
-    clean = np.unique(expert_RE[~differs_R])
-    blamed = np.setdiff1d(np.unique(expert_RE[differs_R]), clean)
-    if not len(blamed) or 2 * len(blamed) > experts:
+    fit_R = np.zeros(len(differs_R), np.bool_)  # half of those that differ and half of the others
+    for rows in (np.flatnonzero(differs_R), np.flatnonzero(~differs_R)):
+        fit_R[rows[::2]] = True
+    clean = np.unique(expert_RE[fit_R & ~differs_R])
+    blamed = np.setdiff1d(np.unique(expert_RE[fit_R & differs_R]), clean)
+    if not len(blamed) or 2 * len(blamed) > experts or not (differs_R & ~fit_R).any():
         return None
-    fit, test = slice(0, None, 2), slice(1, None, 2)
-    of_blamed = np.isin(expert_RE, blamed).any(axis=1)
-    if not np.array_equal(of_blamed, differs_R) or not differs_R[fit].any() or not differs_R[test].any():
+    if not np.array_equal(np.isin(expert_RE, blamed).any(axis=1), differs_R):
         return None
     names = blamed.tolist()
     text = f"expert{'s' * (len(names) > 1)} {', '.join(map(str, names[:8]))} only: exactly the tokens routed there"
-    return Found(Shape.SOME_EXPERTS, text, len(differs_R[fit]), len(differs_R[test]), 0.0, {"experts": names[:64]})
+    return Found(Shape.SOME_EXPERTS, text, int(fit_R.sum()), int((~fit_R).sum()), 0.0, {"experts": names[:64]})
