@@ -76,7 +76,7 @@ def _inputs(info: Boundary, catalogue: dict[str, Boundary], a: LogicalTrace, b: 
     stack = [(name, info.mixes_tokens) for name in info.inputs]
     while stack:
         name, mixed = stack.pop(0)
-        if name.startswith("input.") or name not in catalogue or found.get(name, False) >= mixed and name in found:
+        if name.startswith("input.") or name not in catalogue or (found.get(name, False) >= mixed and name in found):
             continue
         if all(name in names for names in shown):
             found[name] = mixed
