@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tracer
 from tests.playback import Full, Rank, Stage, cut, padded, tensor_parallel
-from tests.small_model import SmallHost, SmallModel, small_map
+from tests.small_model import MAP, SmallHost, SmallModel, small_map
 from tests.test_dumping import IDS, record
 from tests.tiny_models import make_ids, make_model
 from tracer.errors import Code, UsageError
@@ -183,9 +183,10 @@ def test_recompute_under_checkpointing_is_refused(fed: Path, tmp_path: Path) -> 
         return model.head(x)  # type: ignore[no-any-return]
 
     model.forward = forward  # type: ignore[method-assign, assignment]
+    entering = MAP.replace("embedding: {module: embed, layout", 'embedding: {module: layers.0, leaf: "input[0]", layout')
     with (
         pytest.raises(UsageError, match="recomputes"),
-        tracer.trace(model, map=small_map(tmp_path), out=tmp_path / "b", host=SmallHost(model), feed=fed / "a"),
+        tracer.trace(model, map=small_map(tmp_path, entering), out=tmp_path / "b", host=SmallHost(model), feed=fed / "a"),
     ):
         model(IDS[:1]).sum().backward()
 

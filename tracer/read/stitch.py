@@ -199,8 +199,7 @@ class _Joiner:
             return None
         axis, coordinates = next(iter(sizes), ("", 1))
         tracks, again = (
-            self._tracks([entry for entry in filled if entry.block.recompute == recompute], width, following)
-            for recompute in (False, True)
+            self._tracks([entry for entry in filled if entry.block.recompute == recompute], width, following) for recompute in (False, True)
         )
         if not tracks:
             return _empty(info)
