@@ -523,16 +523,15 @@ def test_an_intervention_is_never_a_fix() -> None:
 
 def test_a_fed_input_counts_as_equal() -> None:
     """Where one side was fed the other's block inputs, every block that differs is a root of its own, as it started from equal values."""
-    a, b = Side(), Side()
+    a, b = Side(level=0), Side(level=0)
     for layer in (0, 1):
-        b.change(f"layers.{layer}.attn.out")
         b.change(f"layers.{layer}.residual")
-    assert [root.place.boundary for root in diff_traces(a.trace(), b.trace()).roots] == ["layers.0.attn.out"]
+    assert [root.place.boundary for root in diff_traces(a.trace(), b.trace()).roots] == ["layers.0.residual"]
     b.interventions = ("feed=a",)
     trace_a, trace_b = a.trace(), b.trace()
     replaced = {f"layers.{layer}.residual": trace_a.manifest.run_id for layer in (0, 1)}
     fed = dataclasses.replace(trace_b, manifests=tuple(msgspec.structs.replace(entry, replaced=replaced) for entry in trace_b.manifests))
-    assert [root.place.boundary for root in diff_traces(trace_a, fed).roots] == ["layers.0.attn.out", "layers.1.attn.out"]
+    assert [root.place.boundary for root in diff_traces(trace_a, fed).roots] == ["layers.0.residual", "layers.1.residual"]
 
 
 # ---------------------------------------------------------------- partial sums

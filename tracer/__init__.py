@@ -23,8 +23,18 @@ if TYPE_CHECKING:
     from tracer.record.host import Host, Mesh
     from tracer.record.map_entries import BoundaryMap
     from tracer.record.remote import RemoteTrace
+    from tracer.record.replay import ReplayResult
 
-__all__ = ["Tolerance", "TracerError", "diff_traces", "load_boundary_map", "open_trace", "trace", "vllm_options"]
+__all__ = [
+    "Tolerance",
+    "TracerError",
+    "diff_traces",
+    "load_boundary_map",
+    "open_trace",
+    "replay_operator",
+    "trace",
+    "vllm_options",
+]
 
 __version__ = "0.1.0"
 
@@ -110,6 +120,32 @@ def trace(
     if (processes := find_processes(model, host)) is not None:
         return RemoteTrace(processes, options, __version__)
     return Trace(find_host(model, host, mesh), options, __version__)
+
+
+def replay_operator(
+    module: Any,
+    dump: str | os.PathLike[str],
+    boundary: str,
+    *,
+    inputs: Sequence[str] | None = None,
+    batched: bool = True,
+    kwargs: Mapping[str, Any] | None = None,
+) -> ReplayResult:
+    """Run one module on the inputs that a trace has dumped, and hold what it gives against the dumped output.
+
+    ``dump``: a trace with dumps of ``boundary`` and what it is computed from (``dump=`` or ``plan=``). ``inputs``: which dumped
+    boundaries are the module's positional arguments, by default those that the map names. ``batched``: give them as (1, R, C) instead
+    of (R, C). ``kwargs``: passed on. An intervention: the result names itself one. Other numbers of rows can make a library choose another
+    kernel, so a difference in the last bits is not yet the module's.
+
+    Raises UsageError (intervention-refused) where the dump lacks the rows, the boundary is not computed row by row, or the module gives
+    other rows.
+    """
+    from tracer.read.references import operator_rows
+    from tracer.record.replay import replay_rows
+
+    run, output, given = operator_rows(dump, boundary, inputs)
+    return replay_rows(module, boundary, output, given, run=run, batched=batched, kwargs=kwargs)
 
 
 def _reference(path: str | os.PathLike[str], *, values: bool) -> Reference:

@@ -472,4 +472,3 @@ def _prefix(name: str) -> str:
     """What groups weights for lookup: ``layers.3`` or the first word."""
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
-

@@ -36,11 +36,12 @@ def plan_interventions(options: TraceOptions, host: Host, plan: Plan, running: R
     boundaries = {boundary.name: boundary for boundary in plan.boundaries if boundary.status is BoundaryStatus.RECORDED}
     if options.perturb_ulps < 0:
         raise UsageError(Code.BAD_ARGUMENT, "perturb_ulps= counts units in the last place", expected="0 or more")
-    if options.perturb_ulps and "embedding" in boundaries:
+    if options.perturb_ulps and _must_be_shown("embedding", plan):
         found.append(Nudge(_reader("embedding", plan, host), host, running, registry, ulps=options.perturb_ulps))
     if options.feed is not None:
         refuse_split_sequences(host.mesh(), "feed=")
-        for name in _matching(boundaries, BLOCK_INPUTS):
+        for name in [entry.name for entry in plan.boundaries if any(matches(entry.name, glob) for glob in BLOCK_INPUTS)]:
+            _must_be_shown(name, plan)
             _refuse_sharded(name, plan, host.mesh().axes)
             theirs = options.feed.load(name)
             if theirs is None or theirs.raw_RB is None or theirs.expert_R is not None:
@@ -53,7 +54,7 @@ def plan_interventions(options: TraceOptions, host: Host, plan: Plan, running: R
             found.append(Feed(_reader(name, plan, host), host, running, registry, theirs, options.feed.name))
     for glob, reference in (options.pin or {}).items():
         refuse_split_sequences(host.mesh(), "pin=")
-        names = _matching(boundaries, (glob,))
+        names = [name for name in boundaries if matches(name, glob)]
         if not names:
             raise _refused(
                 f"pin={glob!r} matches no boundary that is recorded here", expected="a choice such as *.moe.topk_ids", found=glob
@@ -96,8 +97,13 @@ def told_interventions(options: TraceOptions, interventions: Sequence[Interventi
     return tuple(told)
 
 
-def _matching(boundaries: Mapping[str, Boundary], globs: Sequence[str]) -> list[str]:
-    return [name for name in boundaries if any(matches(name, glob) for glob in globs)]
+def _must_be_shown(name: str, plan: Plan) -> bool:
+    """Whether this process has the boundary; another stage may. Raises UsageError (intervention-refused) where the host cannot show it."""
+    found = next((boundary for boundary in plan.boundaries if boundary.name == name), None)
+    if found is None or found.status not in (BoundaryStatus.RECORDED, BoundaryStatus.ELSEWHERE):
+        why = "the map has no such boundary" if found is None else f"{found.status.value}: {found.reason}"
+        raise _refused(f"{name} cannot be changed on this host", expected="a boundary that the host shows", found=why)
+    return found.status is BoundaryStatus.RECORDED
 
 
 def _reader(name: str, plan: Plan, host: Host) -> SourceReader:

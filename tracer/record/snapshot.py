@@ -147,7 +147,8 @@ def _with(container: Any, steps: Sequence[int | str], value: torch.Tensor) -> An
         return value
     step, rest = steps[0], steps[1:]
     inner = _with(_into(container, step), rest, value)
-    if isinstance(step, int) and isinstance(container, tuple):
+    if isinstance(container, tuple):
+        step = step if isinstance(step, int) else container._fields.index(step)  # type: ignore[attr-defined]
         items = (*container[:step], inner, *container[step + 1 :])
         return type(container)(*items) if hasattr(container, "_fields") else items
     changed = copy.copy(container)
