@@ -53,6 +53,7 @@ class Code(str, Enum):
     LEAF_NOT_TENSOR = "leaf-not-tensor"
     CAPTURE_FAILED = "capture-failed"
     WRITE_FAILED = "write-failed"
+    INTERVENTION_REFUSED = "intervention-refused"
     # traces
     FORMAT_UNSUPPORTED = "format-unsupported"
     MANIFEST_INVALID = "manifest-invalid"

@@ -18,6 +18,8 @@ from tracer.read.absences import absent_boundary, missing_rows, token_findings
 from tracer.read.causes import Causes, Graph, find_causes, merge_catalogues
 from tracer.read.conditions import differing_conditions, leads
 from tracer.read.divergence import Candidate, Scene, boundary_findings, find_candidates, first_bitwise
+from tracer.read.dump_checks import check_dumps
+from tracer.read.dumped import read_dumps
 from tracer.read.findings import (
     BoundaryOutcome,
     BoundaryResult,
@@ -34,7 +36,7 @@ from tracer.read.floor import SELF, Floors, Tolerance, measure_floors
 from tracer.read.logical import LogicalTrace
 from tracer.read.opening import Progress, TraceLike, opened, summarize
 from tracer.read.outcomes import Judged, cells_of, compare_all, judge, result_of
-from tracer.read.own_checks import covered, first_noise, sided
+from tracer.read.own_checks import covered, first_noise, sided, without_replaced
 from tracer.read.pairing import pair_sides
 from tracer.read.token_map import draw_token_map
 from tracer.read.verdict import NOISE, Facts, classification, headline, next_step
@@ -65,6 +67,8 @@ def diff_traces(
     """
     side_a, side_b = opened(a, "A", progress), opened(b, "B", progress)
     findings = [*sided(side_a, Side.A), *sided(side_b, Side.B)]
+    for trace, side in ((side_a, Side.A), (side_b, Side.B)):
+        findings += check_dumps(read_dumps(trace), side)
     if any(finding.kind is Kind.UNREADABLE for finding in findings):
         return _unreadable(side_a, side_b, findings)
     named = _several(floor)
@@ -126,7 +130,7 @@ class _Comparing:
         self.judged = self._judge_all(progress)
         weights = compare_weights(a, b, self.catalogue)
         differing = [name for name, judged in self.judged.items() if name.startswith("input.") and judged.above_D.any()]
-        graph = Graph.of(self.catalogue, differing)
+        graph = Graph.of(without_replaced(self.catalogue, a, b), differing)
         causes = Causes()
         if any(judged.above_D.any() for judged in self.judged.values()):
             cells = {name: cell for name, judged in self.judged.items() if (cell := cells_of(judged, len(a.tokens))) is not None}

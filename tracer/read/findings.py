@@ -107,6 +107,10 @@ class FindingCode(str, Enum):
     ONLY_BY_SKETCH = "only-by-sketch"
     NOT_OBSERVABLE = "not-observable"
     INTERVENTION = "intervention"
+    NOT_REPRODUCIBLE = "not-reproducible"
+    DUMP_ALTERED = "dump-altered"
+    DUMP_UNUSABLE = "dump-unusable"
+    DUMP_CAPPED = "dump-capped"
     NOTE = "note"
 
 

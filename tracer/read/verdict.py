@@ -31,7 +31,13 @@ from tracer.read.wording import count, place_text, row_text, short
 __all__ = ["NOISE", "Facts", "classification", "headline", "next_step"]
 
 NOISE = frozenset(
-    {FindingCode.REPLICAS_DISAGREE, FindingCode.RECOMPUTE_DISAGREES, FindingCode.REPEATS_DISAGREE, FindingCode.SIBLINGS_DISAGREE}
+    {
+        FindingCode.REPLICAS_DISAGREE,
+        FindingCode.RECOMPUTE_DISAGREES,
+        FindingCode.REPEATS_DISAGREE,
+        FindingCode.SIBLINGS_DISAGREE,
+        FindingCode.NOT_REPRODUCIBLE,
+    }
 )
 """A side that disagrees with itself."""
 
@@ -80,6 +86,12 @@ class Facts:
 
 def headline(facts: Facts) -> str:
     """The line a tired person reads."""
+    line = _line(facts)
+    interventions = [finding for finding in facts.findings if finding.code is FindingCode.INTERVENTION]
+    return f"{line} [under INTERVENTION]" if interventions and "INTERVENTION" not in line else line
+
+
+def _line(facts: Facts) -> str:
     if facts.noise is not None and facts.verdict is Verdict.DIFFERENT:
         return _noise_line(facts.noise)
     if facts.verdict is Verdict.DIFFERENT:
@@ -99,6 +111,7 @@ def _noise_line(noise: Finding) -> str:
         FindingCode.RECOMPUTE_DISAGREES: "recompute",
         FindingCode.REPEATS_DISAGREE: "repeats",
         FindingCode.SIBLINGS_DISAGREE: "siblings",
+        FindingCode.NOT_REPRODUCIBLE: "two runs",
     }[noise.code]
     where = noise.boundary + (f", {row_text(noise.request, noise.position)}" if noise.position is not None else "")
     return f"{_side(noise.side)} disagrees with itself: {what} at {where} ({noise.text})"
