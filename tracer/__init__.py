@@ -24,13 +24,14 @@ if TYPE_CHECKING:
     from tracer.record.map_entries import BoundaryMap
     from tracer.record.remote import RemoteTrace
 
-__all__ = ["Tolerance", "TracerError", "diff_traces", "load_boundary_map", "open_trace", "trace", "vllm_options"]
+__all__ = ["Tolerance", "TracerError", "bisect_traces", "diff_traces", "load_boundary_map", "open_trace", "trace", "vllm_options"]
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Tolerance": "tracer.read.floor",
     "TracerError": "tracer.errors",
+    "bisect_traces": "tracer.sessions.bisection",
     "diff_traces": "tracer.read.diff",
     "load_boundary_map": "tracer.record.boundary_maps",
     "open_trace": "tracer.read.stitch",
@@ -87,9 +88,11 @@ def trace(
     from tracer.hosts import find_host, find_processes
     from tracer.record.capture import Trace
     from tracer.record.options import TraceOptions
+    from tracer.record.overrides import overridden
     from tracer.record.remote import RemoteTrace
 
     plan = os.environ.get("TRACER_PLAN") or plan
+    map, level, boundaries = overridden(map, level, boundaries)
     options = TraceOptions(
         map=map,
         out=out,
