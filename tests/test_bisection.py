@@ -91,7 +91,6 @@ def test_an_input_needs_no_narrowing(tmp_path: Path) -> None:
 def test_a_difference_that_heals_hides_no_later_one(tmp_path: Path) -> None:
     """One fault heals within its layer, another comes later: halving at a healed depth would miss the first; the session names it, and
     lists the second as another root."""
-    run_a, _ = sides("none")
     pair = build_pair(find_fault("none"))
     late = pair.b.model.layers[3].self_attn
     late.scaling *= 1.05
@@ -259,7 +258,7 @@ def test_a_side_that_does_not_repeat_itself_stops_the_session(tmp_path: Path) ->
         with torch.no_grad(), tracer.trace(pair.b, **options):
             pair.b(**pair.inputs_b)
 
-    with pytest.raises(SessionError, match="side B does not repeat itself: layers.3.residual"):
+    with pytest.raises(SessionError, match=r"side B does not repeat itself: layers\.3\.residual"):
         bisect_traces(run_a, run_b, folder=tmp_path / "s")
 
 
@@ -276,7 +275,7 @@ def test_skip_and_reset_keep_what_was(recorded: Path, tmp_path: Path) -> None:
         return RunStatus.DONE, {}
 
     bisection = Bisection(folder, runner)
-    with pytest.raises(UsageError, match="layers.2.moe.topk_weight"):
+    with pytest.raises(UsageError, match=r"layers\.2\.moe\.topk_weight"):
         bisection.skip("layers.9.moe.topk_weights")
     bisection.skip(FIRST)
     assert {step.invalidated for step in bisection.session.steps} == {f"{FIRST} was skipped"}

@@ -45,6 +45,7 @@ class Code(str, Enum):
     NOT_A_SESSION = "not-a-session"
     SESSION_BUSY = "session-busy"
     SESSION_DAMAGED = "session-damaged"
+    CONTROLS_INVALID = "controls-invalid"
     SESSION_STOPPED = "session-stopped"
     # maps
     MAP_UNKNOWN = "map-unknown"

@@ -7,8 +7,9 @@ from tracer.reports.page import Section, diff_sections, render_page
 from tracer.reports.view import Block, Facts, Headline, Table
 from tracer.sessions.archive import Archive
 from tracer.sessions.bisection import Session, SessionStatus
+from tracer.sessions.controls import ControlResult
 
-__all__ = ["session_page", "view_archive", "view_session"]
+__all__ = ["controls_page", "session_page", "view_archive", "view_controls", "view_session"]
 
 _TONES = {0: "good", 1: "bad", 2: "open"}
 
@@ -83,3 +84,42 @@ def _next(session: Session, folder: str) -> str:
             return f"mend the cause, then tracer bisect run {folder} (or tracer bisect reset {folder} to begin again)"
         case SessionStatus.OPEN:
             return f"tracer bisect run {folder}"
+
+
+# ---------------------------------------------------------------- controls
+
+
+def view_controls(result: ControlResult, folder: str) -> list[Block]:
+    """What each variant moves."""
+    blocks: list[Block] = [Headline(result.headline, _TONES[result.exit])]
+    if result.variants:
+        blocks.append(_variants(result))
+    blocks.append(Facts((("next", _next_control(result, folder)),)))
+    return blocks
+
+
+def controls_page(result: ControlResult, archive: Archive) -> str:
+    """The variants, then every run."""
+    headline = Headline(result.headline, _TONES[result.exit])
+    sections = [
+        Section("verdict", "Variants", (_variants(result),), "Each variant changed one thing and was compared with the base run."),
+        Section("runs", "Runs", (_runs(archive),), "Every run of a command, whatever became of it."),
+    ]
+    return render_page(f"tracer controls: {headline.text}", headline, result.verdict, sections)
+
+
+def _variants(result: ControlResult) -> Table:
+    weights = {True: "same", False: "other", None: "unknown"}
+    rows = tuple(
+        (line.name, line.changes, line.effect.value.upper() if line.effect.value == "vacuous" else line.effect.value, line.first,
+         str(line.moved or ""), weights[line.same_weights], line.text)
+        for line in result.variants
+    )  # fmt: skip
+    return Table(("variant", "changes", "effect", "first boundary moved", "moved", "weights", "note"), rows)
+
+
+def _next_control(result: ControlResult, folder: str) -> str:
+    moving = next((line for line in result.variants if line.first), None)
+    if moving is not None:
+        return f"tracer diff {folder}/{result.base}/trace {folder}/{moving.run}/trace"
+    return f"every run with its logs and trace is in {folder}"

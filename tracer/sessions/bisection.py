@@ -222,9 +222,7 @@ class Bisection:
         coarse = set(self._names(valid[0], level=0))
         first = order.index(valid[0].first)
         begin = next((at for at in range(first - 1, -1, -1) if order[at] in coarse and not order[at].startswith("input.")), -1)
-        return tuple(
-            name for at, name in enumerate(order) if (name in coarse or begin < at <= first) and name not in self.session.skipped
-        )
+        return tuple(name for at, name in enumerate(order) if (name in coarse or begin < at <= first) and name not in self.session.skipped)
 
     def _carry_out(self, step: Step) -> None:
         """Run what has not run, then look at it."""
