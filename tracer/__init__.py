@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Tolerance",
     "TracerError",
+    "bisect_traces",
     "diff_traces",
     "load_boundary_map",
     "open_trace",
@@ -41,6 +42,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Tolerance": "tracer.read.floor",
     "TracerError": "tracer.errors",
+    "bisect_traces": "tracer.sessions.bisection",
     "diff_traces": "tracer.read.diff",
     "load_boundary_map": "tracer.record.boundary_maps",
     "open_trace": "tracer.read.stitch",
@@ -97,9 +99,11 @@ def trace(
     from tracer.hosts import find_host, find_processes
     from tracer.record.capture import Trace
     from tracer.record.options import TraceOptions
+    from tracer.record.overrides import overridden
     from tracer.record.remote import RemoteTrace
 
     plan = os.environ.get("TRACER_PLAN") or plan
+    map, level, boundaries = overridden(map, level, boundaries)
     options = TraceOptions(
         map=map,
         out=out,
