@@ -1,7 +1,7 @@
 """The documentation runs: every Python block and every console command of the pages listed here, in order, in a fresh folder.
 
-A ``python`` block is run as a script; one whose first line is a comment with a file's name is saved under that name, for the
-commands that follow. In a ``console`` block every line that starts with ``$ `` is run by bash and the lines under
+A ``python`` block is run as a script; one (or a ``yaml`` block) whose first line is a comment with a file's name is saved under
+that name, for the commands that follow. In a ``console`` block every line that starts with ``$ `` is run by bash and the lines under
 it are what it must print (``...`` stands for anything; ``$ echo $?`` shows the exit code of the command before it).
 A block directly under ``<!-- not executed: REASON -->`` is skipped.
 
@@ -30,7 +30,7 @@ OWN_TEST = {"docs/how-to/write-a-map.md", "docs/how-to/trace-megatron.md"}
 FOUND = sorted(str(path.relative_to(ROOT)) for door in ("tutorial", "how-to") for path in (ROOT / "docs" / door).glob("*.md"))
 PAGES = ["README.md", *(page for page in FOUND if page not in OWN_TEST)]
 
-pytestmark = pytest.mark.host
+pytestmark = [pytest.mark.host, pytest.mark.slow]
 
 
 @dataclass
@@ -86,7 +86,7 @@ def run_console(block: Block, folder: Path, where: str) -> None:
             assert status in (0, 1), f"{where}: `{command}` ended with {status}\n{done.stdout}"
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [PAGES[0], *(pytest.param(page, marks=pytest.mark.newest) for page in PAGES[1:])])
 def test_every_block_of_the_page_runs(page: str, folder: Path) -> None:
     """Everything a page tells the reader to run does run, and prints what the page shows."""
     for block in blocks(ROOT / page):
@@ -94,7 +94,7 @@ def test_every_block_of_the_page_runs(page: str, folder: Path) -> None:
         if block.skipped:
             continue
         match block.language:
-            case "python" if named := re.match(r"# (\w+\.py)\n", block.text):
+            case "python" | "yaml" if named := re.match(r"# (\w+\.(?:py|yaml))\n", block.text):
                 (folder / named[1]).write_text(block.text)
             case "python":
                 done = run([sys.executable, "-c", block.text], folder)

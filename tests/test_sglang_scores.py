@@ -44,7 +44,7 @@ class Handler(BaseHTTPRequestHandler):
         server = self.server
         assert isinstance(server, Server)
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        content = json.loads(body) if body else None
+        content: Any = json.loads(body) if body else None
         server.seen.append((self.path, content))
         answer: Any = "Cache flushed."
         if self.path == "/generate":

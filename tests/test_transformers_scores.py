@@ -25,7 +25,7 @@ def by_hand(model: Any, record: ScoreRecord) -> torch.Tensor:
     """float32 scores of the response from the logits of the whole sequence."""
     with torch.no_grad():
         logits = model(torch.from_numpy(record.ids)[None], use_cache=False).logits[0].float()
-    scores = logits.log_softmax(-1)[:-1].gather(-1, torch.from_numpy(record.ids[1:])[:, None])[:, 0]
+    scores: torch.Tensor = logits.log_softmax(-1)[:-1].gather(-1, torch.from_numpy(record.ids[1:])[:, None])[:, 0]
     return scores[record.prompt_length - 1 :]
 
 
@@ -120,6 +120,25 @@ def test_requests_without_a_response() -> None:
     with pytest.raises(ScoreError) as refused:
         collect_trainer(make_model("qwen3"), made, repeats=3)
     assert refused.value.code is Code.SCORES_COLLECT
+
+
+def test_logits_cut_over_the_vocabulary() -> None:
+    """Logits that come back sharded over the vocabulary are scored through the global normaliser, with the same result."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    plain = collect_trainer(make_model("qwen3"), records())
+    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        cut = collect_trainer(broken(lambda z: DTensor.from_local(z, mesh, [Shard(2)])), records(), logits=2, argmax=True)
+    finally:
+        dist.destroy_process_group()
+    for a, b in zip(plain, cut, strict=True):
+        np.testing.assert_allclose(a.scores[ScoreName.C0].value_R, b.scores[ScoreName.C0].value_R, atol=1e-5)
+        assert b.logits is not None
+        assert b.logits.value_LV.shape == (2, 512)
 
 
 def test_a_full_round() -> None:

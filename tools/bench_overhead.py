@@ -26,10 +26,7 @@ import transformers
 from tracer import trace
 from tracer.format.schema import MANIFEST_NAME, Manifest, shard_name
 
-HEADER = (
-    "| case | plain ms | traced ms | forward | with commit | bytes per token and boundary |\n"
-    "|---|---|---|---|---|---|"
-)
+HEADER = "| case | plain ms | traced ms | forward | with commit | bytes per token and boundary |\n|---|---|---|---|---|---|"
 
 
 def build_model() -> Any:

@@ -67,13 +67,18 @@ def enum_table(node: ast.ClassDef) -> list[str]:
     return lines
 
 
-def json_objects(schema: ast.Module) -> list[str]:
+def is_on_disk(node: ast.ClassDef) -> bool:
+    """Whether a class is a JSON object or a value in one."""
+    return node.name != "Record" and any(ast.unparse(base) in ("Record", "Enum") for base in node.bases)
+
+
+def json_objects(*modules: ast.Module) -> list[str]:
     """A section with every struct and enum that touches disk."""
     lines = ["", "## JSON objects", "", "Unknown keys are refused; keys with their default value are left out."]
-    for node in schema.body:
-        bases = {ast.unparse(base) for base in node.bases} if isinstance(node, ast.ClassDef) else set()
-        if isinstance(node, ast.ClassDef) and bases & {"_Record", "Enum"} and not node.name.startswith("_"):
-            lines += ["", f"### {node.name}", "", documentation(node), "", *(enum_table(node) if "Enum" in bases else struct_table(node))]
+    for node in (node for module in modules for node in module.body):
+        if isinstance(node, ast.ClassDef) and is_on_disk(node):
+            is_enum = any(ast.unparse(base) == "Enum" for base in node.bases)
+            lines += ["", f"### {node.name}", "", documentation(node), "", *(enum_table(node) if is_enum else struct_table(node))]
     return lines
 
 
@@ -85,13 +90,14 @@ def history_table(history: str) -> list[str]:
 
 def trace_page() -> str:
     """The page on traces."""
-    schema = parsed("schema.py")
+    schema, dumps = parsed("schema.py"), parsed("dumps.py")
     overview, _, history = documentation(schema).partition("\nHistory\n")
     storage = documentation(parsed("store.py")).partition("\n\n")[2].partition("\n\nSuffixes")[0]
     lines = [INTRO.format(title="The trace format"), overview.strip(), "", "## Files of columns", "", documentation(parsed("container.py"))]
+    lines += ["", "## Dumps", "", documentation(dumps)]
     lines += ["", "## Crashes", "", storage.replace("What a shard survives\n", "What a shard survives:\n\n", 1)]
     lines += ["", "## What readers refuse", "", documentation(parsed("store_read.py")).partition("Refused:\n")[2].strip()]
-    return "\n".join([*lines, *json_objects(schema), *history_table(history)]) + "\n"
+    return "\n".join([*lines, *json_objects(schema, dumps), *history_table(history)]) + "\n"
 
 
 def scores_page() -> str:

@@ -8,6 +8,7 @@ TracerError                 anything that goes wrong on purpose; carries a stabl
 ├── CaptureError            recording failed (with strict=True, raised out of the traced run)
 ├── TraceFormatError        a trace on disk is torn, altered, foreign or unreadable
 ├── ScoreError              score records are malformed, or cannot be compared with one another
+├── SessionError            a step of a session failed, so that there is no answer yet
 └── InternalError           our own bug; never the user's fault
 ```
 
@@ -26,6 +27,7 @@ __all__ = [
     "InternalError",
     "MapError",
     "ScoreError",
+    "SessionError",
     "TraceFormatError",
     "TracerError",
     "UsageError",
@@ -39,6 +41,14 @@ class Code(str, Enum):
     BAD_ARGUMENT = "bad-argument"
     OUT_IN_USE = "out-in-use"
     NOT_A_TRACE = "not-a-trace"
+    NOT_A_RESULT = "not-a-result"
+    EXTRA_MISSING = "extra-missing"
+    # sessions
+    NOT_A_SESSION = "not-a-session"
+    SESSION_BUSY = "session-busy"
+    SESSION_DAMAGED = "session-damaged"
+    CONTROLS_INVALID = "controls-invalid"
+    SESSION_STOPPED = "session-stopped"
     # maps
     MAP_UNKNOWN = "map-unknown"
     MAP_INVALID = "map-invalid"
@@ -53,6 +63,7 @@ class Code(str, Enum):
     LEAF_NOT_TENSOR = "leaf-not-tensor"
     CAPTURE_FAILED = "capture-failed"
     WRITE_FAILED = "write-failed"
+    INTERVENTION_REFUSED = "intervention-refused"
     # traces
     FORMAT_UNSUPPORTED = "format-unsupported"
     MANIFEST_INVALID = "manifest-invalid"
@@ -138,6 +149,10 @@ class TraceFormatError(TracerError):
 
 class ScoreError(TracerError):
     """Score records are malformed, or cannot be compared with one another."""
+
+
+class SessionError(TracerError):
+    """A step of a session failed, so that there is no answer yet."""
 
 
 class InternalError(TracerError):

@@ -89,4 +89,3 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         traces[world].mkdir()
         launch(world, models, traces[world], *cases)
     return Runs(models, traces)
-

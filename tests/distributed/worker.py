@@ -77,9 +77,7 @@ def torch_plan(layers: int, sequence: bool, local: bool = True) -> dict[str, Any
             plan[at + "post_attention_layernorm"] = SequenceParallel(use_local_output=local)
             kwargs: dict[str, Any] = {"input_kwarg_layouts": given, "desired_input_kwarg_layouts": wanted}
             plan[at + "self_attn"] = PrepareModuleInput(**kwargs, use_local_output=local)
-            plan[at + "mlp"] = PrepareModuleInput(
-                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=local
-            )
+            plan[at + "mlp"] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=local)
         for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
             plan[at + name] = ColwiseParallel()
         for name in ("self_attn.o_proj", "mlp.down_proj"):

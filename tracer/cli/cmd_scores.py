@@ -131,17 +131,20 @@ def _infos(definitions: list[str], policies: list[str], models: list[str]) -> di
     from tracer.format.score_records import PolicySegment, ScoreInfo, ScoreName
 
     given: dict[str, dict[str, Any]] = {}
-    for what, texts in (("definition", definitions), ("policies", policies), ("model", models)):
+    for what, texts in (("definition", definitions), ("policy", policies), ("model", models)):
         for text in texts:
             name, equals, value = text.partition("=")
             if not equals or name not in ScoreName.__members__:
                 raise UsageError(
                     Code.BAD_ARGUMENT, f"--{what} is for one score", expected="NAME=..., NAME one of A, B0, B1, C0, C1", found=text
                 )
-            parsed = {"definition": _definition, "policies": lambda text: (PolicySegment(start=0, version=text),), "model": str}[what](
-                value
-            )
-            given.setdefault(name, {})[what] = parsed
+            fields = given.setdefault(name, {})
+            if what == "definition":
+                fields["definition"] = _definition(value)
+            elif what == "policy":
+                fields["policies"] = (PolicySegment(start=0, version=value),)
+            else:
+                fields["model"] = value
     return {name: ScoreInfo(**fields) for name, fields in given.items()}
 
 
@@ -153,8 +156,10 @@ def _definition(text: str) -> ScoreDefinition:
     try:
         if kind == "temperature":
             return ScoreDefinition(kind=ScoreKind.TEMPERATURE, temperature=float(more))
-        settings = {name: float(value) for name, value in (part.split("=") for part in more.split(",") if part)}
-        temperature = settings.pop("temperature", 1.0)
+        settings: dict[str, float | int | str | bool] = {
+            name: float(value) for name, value in (part.split("=") for part in more.split(",") if part)
+        }
+        temperature = float(settings.pop("temperature", 1.0))
         return ScoreDefinition(kind=ScoreKind(kind), temperature=temperature, settings=settings)
     except ValueError as error:
         expected = "raw, temperature:0.7, processed:top_k=20,temperature=0.7, unknown"

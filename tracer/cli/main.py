@@ -42,6 +42,9 @@ COMMANDS = {
     "scores": Command(
         "tracer.cli.cmd_scores", "app", "Compare log probabilities of saved tokens: which half of the system to open first?", group=True
     ),
+    "bisect": Command("tracer.cli.cmd_bisect", "app", "Narrow a divergence down step by step, to its bytes.", group=True),
+    "controls": Command("tracer.cli.cmd_controls", "app", "Run variants of a command: which setting moves which boundary?", group=True),
+    "report": Command("tracer.cli.cmd_report", "report", "Turn the JSON of a comparison into a page."),
     "map": Command("tracer.cli.cmd_map", "app", "Boundary maps: list, show, and check one against a model's config.", group=True),
 }
 

@@ -43,6 +43,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tracer.errors import Code, ScoreError
+from tracer.format.schema import Record
 
 __all__ = [
     "SCORES_METADATA_KEY",
@@ -102,16 +103,12 @@ class ScoreKind(str, Enum):
     UNKNOWN = "unknown"
 
 
-class _Record(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Base of every struct on disk."""
-
-
-class ScoreDefinition(_Record, frozen=True, kw_only=True):
+class ScoreDefinition(Record, frozen=True, kw_only=True):
     """What the numbers are log probabilities of."""
 
     kind: ScoreKind = ScoreKind.UNKNOWN
     temperature: float = 1.0
-    settings: dict[str, float | int | str | bool] = {}
+    settings: dict[str, float | int | str | bool] = {}  # noqa: RUF012 - msgspec copies it
     """Of a processed score: top_k, top_p, min_p, repetition_penalty and so on."""
 
     def text(self) -> str:
@@ -131,14 +128,14 @@ class ScoreDefinition(_Record, frozen=True, kw_only=True):
         return (self.kind, self.temperature, *sorted(self.settings.items()))
 
 
-class PolicySegment(_Record, frozen=True, kw_only=True):
+class PolicySegment(Record, frozen=True, kw_only=True):
     """From this response token on, the scores come from this version of the weights."""
 
     start: _Count
     version: str
 
 
-class ScoreInfo(_Record, frozen=True, kw_only=True):
+class ScoreInfo(Record, frozen=True, kw_only=True):
     """Where one score of one request comes from. What nobody said is empty, which means unknown."""
 
     definition: ScoreDefinition = ScoreDefinition()
@@ -153,7 +150,7 @@ class ScoreInfo(_Record, frozen=True, kw_only=True):
     """For people: engine, version, dtype, how it was asked."""
 
 
-class LogitsHeader(_Record, frozen=True, kw_only=True):
+class LogitsHeader(Record, frozen=True, kw_only=True):
     """The full logits of a record."""
 
     of: ScoreName
@@ -161,7 +158,7 @@ class LogitsHeader(_Record, frozen=True, kw_only=True):
     rows: _Count
 
 
-class RecordHeader(_Record, frozen=True, kw_only=True):
+class RecordHeader(Record, frozen=True, kw_only=True):
     """One request of a file. Its part of every column follows that of the record before."""
 
     request: str
@@ -170,14 +167,14 @@ class RecordHeader(_Record, frozen=True, kw_only=True):
     tokens: _Count
     """Length of prompt and response."""
     prompt_length: _Count
-    scores: dict[ScoreName, _Count] = {}
+    scores: dict[ScoreName, _Count] = {}  # noqa: RUF012 - msgspec copies it
     """Score -> its entry in ``ScoresHeader.infos``."""
     argmax: tuple[ScoreName, ...] = ()
     """Scores whose most likely tokens were kept."""
     logits: LogitsHeader | None = None
 
 
-class ScoresHeader(_Record, frozen=True, kw_only=True):
+class ScoresHeader(Record, frozen=True, kw_only=True):
     """What a score file says about itself, in its safetensors metadata."""
 
     format: int

@@ -279,4 +279,3 @@ def _speaks_of_logits(source: Source) -> bool:
 
 def _row_axes(layout: str) -> list[str]:
     return [axis for dimension in layout_axes(layout) or () for axis in dimension if axis in ROW_AXES]
-

@@ -57,10 +57,10 @@ def collect_sglang(
     if not url.startswith(("http://", "https://")):
         raise UsageError(Code.BAD_ARGUMENT, "url is the address of the server", expected="http://host:port", found=url)
     server = _Server(url.rstrip("/"), timeout_s)
-    given = list(prompts)
+    given: list[Any] = list(prompts)
     found = msgspec.structs.replace(info or ScoreInfo(), source=(info and info.source) or "SGLang, native API")
     if given and isinstance(given[0], ScoreRecord):
-        records = given
+        records: list[ScoreRecord] = given
     else:
         definition = _definition(sampling or {}, original_logprobs)
         labels = requests if requests is not None else [str(number) for number in range(len(given))]

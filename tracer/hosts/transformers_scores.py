@@ -16,6 +16,7 @@ import torch
 
 from tracer.errors import Code, ScoreError
 from tracer.format.score_records import Logits, Score, ScoreDefinition, ScoreInfo, ScoreKind, ScoreName, ScoreRecord
+from tracer.hosts.torch_sharding import chunk
 from tracer.hosts.vocab_parallel_scores import score_vocab_parallel
 from tracer.record.next_token import score_rows
 
@@ -120,16 +121,13 @@ def _logits_from_prompt(model: Any, ids_T: Any, position_T: Any, response: int) 
 
 def _scores_of(logits_RV: torch.Tensor, ids_R: Any) -> Any:
     """float32 (R,) on the host, over the whole vocabulary."""
-    cut = _cut_axis(logits_RV)
-    if cut is not None:
-        local, axis = logits_RV.to_local(), cut  # type: ignore[operator]
-        mesh = logits_RV.device_mesh  # type: ignore[attr-defined]
-        step = -(-logits_RV.shape[1] // mesh.size(axis))
-        return (
-            score_vocab_parallel(local, torch.from_numpy(ids_R), first_column=step * mesh.get_local_rank(axis), group=mesh.get_group(axis))
-            .cpu()
-            .numpy()
-        )
+    placed: Any = logits_RV
+    axis = _cut_axis(logits_RV)
+    if axis is not None:
+        mesh = placed.device_mesh
+        first = chunk(placed.shape[1], mesh.size(axis), mesh.get_local_rank(axis))[0]
+        labels = torch.from_numpy(np.ascontiguousarray(ids_R))
+        return score_vocab_parallel(placed.to_local(), labels, first_column=first, group=mesh.get_group(axis)).cpu().numpy()
     return score_rows(_whole(logits_RV), np.arange(len(ids_R)), np.asarray(ids_R)).cpu().numpy()
 
 

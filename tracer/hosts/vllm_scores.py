@@ -61,9 +61,11 @@ def collect_vllm(
     mode = str(getattr(config.logprobs_mode, "value", config.logprobs_mode))
     if "logits" in mode:
         raise _refused("the engine reports logits, not log probabilities", "logprobs_mode raw_logprobs or processed_logprobs", mode)
-    given = list(prompts)
+    given: list[Any] = list(prompts)
     found = msgspec.structs.replace(info or ScoreInfo(), source=(info and info.source) or f"vLLM, {config.dtype}, {mode}")
-    records = given if given and isinstance(given[0], ScoreRecord) else _generate(llm, given, sampling, requests, mode, found)
+    records: list[ScoreRecord] = (
+        given if given and isinstance(given[0], ScoreRecord) else _generate(llm, given, sampling, requests, mode, found)
+    )
     for name in _PASSES[:repeats]:
         records = _replay(llm, records, name, argmax, found, int(config.max_model_len))
     return records

@@ -61,7 +61,7 @@ def view_scores(result: ScoreResult, *, everything: bool = False) -> list[Block]
         blocks.append(Items("siblings: equal prefixes must be scored alike", tuple(_sibling(check) for check in result.siblings)))
     refits = [refit for refit in result.refits if everything or refit.matched]
     if refits:
-        rows = tuple(
+        causes = tuple(
             (
                 refit.kind.value,
                 refit.score.value,
@@ -73,7 +73,7 @@ def view_scores(result: ScoreResult, *, everything: bool = False) -> list[Block]
             )
             for refit in refits
         )
-        blocks.append(Table(("cause tried", "score", "against", "found", "before", "after", "explains it"), rows))
+        blocks.append(Table(("cause tried", "score", "against", "found", "before", "after", "explains it"), causes))
     if decision.next_step:
         blocks.append(Facts((("next", decision.next_step),)))
     if result.log_lines:
