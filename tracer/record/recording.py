@@ -323,7 +323,7 @@ class Recorder:
         tally = self.tallies[self._scored]
         if tally.by_hand:
             return
-        whole = placement.spans in ((), ((0, placement.width),))
+        whole = not placement.axis and placement.spans in ((), ((0, placement.width),))
         self._score_slice = None if whole else self._host.mesh().axis(placement.axis)
         if placement.partial or (not whole and not self._shareable(placement)):
             tally.unavailable["columns are sharded in a way that no share of a score can be taken of"] += 1
