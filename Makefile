@@ -5,13 +5,13 @@ NEWEST := .venv
 OLDEST := .venv-oldest
 MEGATRON := .venv-megatron
 VLLM := .venv-vllm
-PYTEST := -m pytest -n 2 -p no:cacheprovider
+PYTEST := -m pytest -n 2 --dist worksteal -p no:cacheprovider
 PROJECT := -e '.[transformers,dev]'
 comma := ,
 
 # A package index may be out of reach for a moment: three tries, then the error stands.
 pip = for try in 1 2 3; do \
-	$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints/$(2).txt $(3) && break; \
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-compile -c constraints/$(2).txt $(3) && break; \
 	if [ $$try = 3 ]; then echo "pip failed three times; see above" >&2; exit 1; fi; sleep 5; done
 
 define environment
@@ -28,7 +28,14 @@ endef
 demo: $(NEWEST)/.stamp
 	$(NEWEST)/bin/tracer demo
 
-test: lint test-newest test-oldest
+# Installing waits for the network, testing for the processor: side by side.
+test: $(NEWEST)/.stamp
+	@$(MAKE) --no-print-directory -j2 lint-and-newest $(OLDEST)/.stamp
+	@$(MAKE) --no-print-directory test-oldest
+
+.PHONY: lint-and-newest
+lint-and-newest: lint
+	@$(MAKE) --no-print-directory test-newest
 
 lint: $(NEWEST)/.stamp
 	$(NEWEST)/bin/ruff check .
@@ -40,7 +47,7 @@ test-newest: $(NEWEST)/.stamp
 
 # What touches a model, with the oldest transformers.
 test-oldest: $(OLDEST)/.stamp
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python $(PYTEST) -m host
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python $(PYTEST) -m 'host and not newest and not megatron and not distributed'
 
 # The hosts below are younger: their targets run by hand, and are not part of `make test` yet.
 

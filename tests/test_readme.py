@@ -30,7 +30,7 @@ OWN_TEST = {"docs/how-to/write-a-map.md", "docs/how-to/trace-megatron.md"}
 FOUND = sorted(str(path.relative_to(ROOT)) for door in ("tutorial", "how-to") for path in (ROOT / "docs" / door).glob("*.md"))
 PAGES = ["README.md", *(page for page in FOUND if page not in OWN_TEST)]
 
-pytestmark = pytest.mark.host
+pytestmark = [pytest.mark.host, pytest.mark.slow]
 
 
 @dataclass
@@ -86,7 +86,7 @@ def run_console(block: Block, folder: Path, where: str) -> None:
             assert status in (0, 1), f"{where}: `{command}` ended with {status}\n{done.stdout}"
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [PAGES[0], *(pytest.param(page, marks=pytest.mark.newest) for page in PAGES[1:])])
 def test_every_block_of_the_page_runs(page: str, folder: Path) -> None:
     """Everything a page tells the reader to run does run, and prints what the page shows."""
     for block in blocks(ROOT / page):
