@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from tests.shard_records import Rank
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,7 +67,8 @@ def write_world(out: Path, tp: int, dp: int) -> int:
 
 def read(a: Path, b: Path) -> dict[str, Any]:
     """What a diff says, and what it costs in a process of its own."""
-    done = subprocess.run([sys.executable, "-c", READER, str(a), str(b)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, "-c", READER, str(a), str(b)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found

@@ -67,7 +67,8 @@ def cut_model(saved: Path) -> Any:
         build_model().save_pretrained(saved)
     dist.barrier()
     layout: Any = DistributedConfig(tp_size=WORLD, tp_plan="auto")
-    return transformers.Qwen3MoeForCausalLM.from_pretrained(saved, distributed_config=layout, dtype=torch.float32).eval().requires_grad_(False)
+    model: Any = transformers.Qwen3MoeForCausalLM.from_pretrained(saved, distributed_config=layout, dtype=torch.float32)
+    return model.eval().requires_grad_(False)
 
 
 @contextlib.contextmanager
@@ -150,7 +151,9 @@ def measure(name: str, model: Any, run: Callable[[], None], level: int, rounds: 
             run()
     plain, traced, whole = (clock.median_ms(key) for key in ("plain", "traced", "whole"))
     times = f"{plain:.0f} | {traced:.0f} | {traced / plain:.2f} | {whole / plain:.2f}"
-    return f"| {name}, level {level} | {times} | {bytes_per_cell(out):.0f} |"
+    row = f"| {name}, level {level} | {times} | {bytes_per_cell(out):.0f} |"
+    meet()
+    return row
 
 
 def main() -> None:

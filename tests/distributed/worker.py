@@ -62,14 +62,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 ONE = ("qwen3:whole", "qwen3_moe:whole", "qwen3_moe:whole_each", "llama:whole", "uneven:whole")
 TWO = (
     "qwen3:tp", "qwen3_moe:tp", "llama:tp", "qwen3_moe:tp_ep", "qwen3_moe:tp_ep_grad",
-    "qwen3:torch_tp", "qwen3_moe:torch_tp", "llama:torch_tp", "qwen3:torch_sp", "llama:torch_sp", "llama:torch_sp_dtensor", "llama:torch_loss",
+    "qwen3:torch_tp", "qwen3_moe:torch_tp", "llama:torch_tp",
+    "qwen3:torch_sp", "llama:torch_sp", "llama:torch_sp_dtensor", "llama:torch_loss",
     "qwen3:hf_fsdp", "qwen3_moe:hf_fsdp", "llama:hf_fsdp", "qwen3:fsdp", "qwen3_moe:fsdp_each", "llama:fsdp",
     "qwen3:fsdp_ckpt", "qwen3_moe:fsdp_ckpt_each", "llama:fsdp_ckpt", "qwen3_moe:fsdp_ckpt_reentrant_same", "llama:fsdp_ckpt_reentrant",
     "qwen3:fsdp_ckpt_wrapper", "qwen3:ddp", "llama:ddp", "qwen3:pp", "qwen3_moe:pp", "llama:pp", "qwen3:cp", "qwen3_moe:cp", "llama:cp",
     "llama:head_tp", "llama:head_tp_by_hand", "qwen3:off", "qwen3:tp_counted", "llama:fsdp_counted", "llama:killed",
 )  # fmt: skip
 FOUR = (
-    "uneven:tp", "qwen3:fsdp_tp", "qwen3_moe:fsdp_tp", "llama:fsdp_tp", "qwen3:torch_fsdp_tp", "qwen3_moe:torch_fsdp_tp_each", "llama:torch_fsdp_tp",
+    "uneven:tp", "qwen3:fsdp_tp", "qwen3_moe:fsdp_tp", "llama:fsdp_tp",
+    "qwen3:torch_fsdp_tp", "qwen3_moe:torch_fsdp_tp_each", "llama:torch_fsdp_tp",
     "qwen3_moe:fsdp_tp_ep", "qwen3_moe:fsdp_tp_ep2", "qwen3_moe:fsdp_ep", "qwen3:pp", "llama:cp",
 )  # fmt: skip
 CASES = {1: ONE, 2: TWO, 4: FOUR}
