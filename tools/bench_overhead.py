@@ -151,6 +151,7 @@ def measure(name: str, model: Any, run: Callable[[], None], level: int, rounds: 
             run()
     plain, traced, whole = (clock.median_ms(key) for key in ("plain", "traced", "whole"))
     times = f"{plain:.0f} | {traced:.0f} | {traced / plain:.2f} | {whole / plain:.2f}"
+    meet()
     row = f"| {name}, level {level} | {times} | {bytes_per_cell(out):.0f} |"
     meet()
     return row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -31,10 +32,10 @@ class Runs:
         return path
 
     def against_one_process(self, case: str, world: int) -> DiffResult:
-        """The diff of the trace of one process and that of a case, both with one forward for each request where the case has that."""
+        """The diff of the trace of one process and that of a case, both with the same batches."""
         family, _, layout = case.partition(":")
-        whole = f"{family}:whole_each" if layout.endswith("_each") else f"{family}:whole"
-        return diff_traces(self.path(whole, 1), self.path(case, world))
+        batches = re.search("_(each|short)$", layout)
+        return diff_traces(self.path(f"{family}:whole{batches[0] if batches else ''}", 1), self.path(case, world))
 
 
 @pytest.fixture(scope="session")

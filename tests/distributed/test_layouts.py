@@ -26,8 +26,10 @@ REDUCED = [
     *((f"{family}:tp", 2) for family in ("qwen3", "qwen3_moe", "llama")),
     *((f"{family}:torch_tp", 2) for family in ("qwen3", "qwen3_moe", "llama")),
     *((f"{family}:fsdp_tp", 4) for family in ("qwen3", "qwen3_moe", "llama")),
-    ("qwen3_moe:tp_ep", 2), ("qwen3_moe:tp_ep_grad", 2), ("qwen3:torch_sp", 2), ("llama:torch_sp", 2), ("llama:torch_sp_dtensor", 2),
+    ("qwen3_moe:tp_ep", 2), ("qwen3_moe:tp_ep_grad", 2), ("qwen3:torch_sp", 2), ("llama:torch_sp", 2),
+    ("llama:torch_sp_dtensor", 2), ("llama:torch_sp_short", 2),
     ("llama:torch_loss", 2), ("uneven:tp", 4), ("qwen3:torch_fsdp_tp", 4), ("qwen3_moe:torch_fsdp_tp_each", 4), ("llama:torch_fsdp_tp", 4),
+    ("llama:torch_fsdp_tp_permuted", 4),
     ("qwen3_moe:fsdp_tp_ep", 4), ("qwen3_moe:fsdp_tp_ep2", 4),
 ]  # fmt: skip
 """The first sum over processes is that of the attention's output projection."""
@@ -135,6 +137,30 @@ def test_a_normaliser_of_one_process_alone_is_caught(runs: Runs) -> None:
     assert distance is not None
     assert distance.largest is not None
     assert distance.largest > 1e-2
+
+
+def test_an_axis_of_another_name_is_asked_about(runs: Runs) -> None:
+    """Where the map does not know the axis that cuts the heads, what no parameter tells is vacuous, with the axis; the rest compares."""
+    result = runs.against_one_process("llama:torch_tp_model", 2)
+    assert result.exit in (1, 2)
+    vacuous = {finding.boundary: finding.text for finding in result.findings if finding.code is FindingCode.VACUOUS}
+    assert {"layers.0.attn.q_rope", "layers.0.attn.k_rope"} <= set(vacuous)
+    assert all("[map-axis]" in text and "model" in text for text in vacuous.values())
+    found = outcomes(result)
+    assert {found[f"layers.0.attn.{name}"] for name in ("norm", "q", "k", "v", "core")} == {BoundaryOutcome.IDENTICAL}
+    assert {finding.code for finding in result.findings} <= {FindingCode.VACUOUS, FindingCode.VALUE_DIFFERS}
+
+
+def test_processes_that_record_otherwise_are_named(runs: Runs) -> None:
+    """A process at another level leaves holes where it holds a part, one with another folder is missing: nothing passes for whole."""
+    result = runs.against_one_process("qwen3:tp_levels", 2)
+    holes = {finding.boundary for finding in result.findings if finding.code is FindingCode.HOLE and finding.ranks == (1,)}
+    assert result.exit == 2
+    assert {"layers.0.attn.q", "layers.0.mlp.gate_up"} <= holes
+    assert not holes & {"layers.0.attn.norm", "layers.0.attn.out"}
+    result = runs.against_one_process("qwen3:tp_outs", 2)
+    assert result.exit == 2
+    assert (result.findings[0].code, result.findings[0].ranks) == (FindingCode.SHARD_MISSING, (1,))
 
 
 def test_no_collective_is_added(runs: Runs) -> None:

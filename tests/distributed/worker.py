@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -23,7 +24,7 @@ import torch._dynamo
 import torch.distributed as dist
 from accelerate.big_modeling import _attach_context_parallel_hooks  # type: ignore[import-untyped]
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import context_parallel
@@ -48,7 +49,6 @@ IMPORTED = (torch._dynamo, LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausal
 """What every process would import at its first use."""
 ROOT = Path(sys.argv[1]) if __name__ == "__main__" else Path()
 MODELS = ROOT / "models"
-LEVEL = 2
 IDS = make_ids(4, 16, seed=5) % 250
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -59,19 +59,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name -> family of ``tiny_models``, and what is changed of its config."""
 
-ONE = ("qwen3:whole", "qwen3_moe:whole", "qwen3_moe:whole_each", "llama:whole", "uneven:whole")
+ONE = ("qwen3:whole", "qwen3_moe:whole", "qwen3_moe:whole_each", "llama:whole", "llama:whole_short", "uneven:whole")
 TWO = (
     "qwen3:tp", "qwen3_moe:tp", "llama:tp", "qwen3_moe:tp_ep", "qwen3_moe:tp_ep_grad",
     "qwen3:torch_tp", "qwen3_moe:torch_tp", "llama:torch_tp",
-    "qwen3:torch_sp", "llama:torch_sp", "llama:torch_sp_dtensor", "llama:torch_loss",
+    "qwen3:torch_sp", "llama:torch_sp", "llama:torch_sp_dtensor", "llama:torch_sp_short", "llama:torch_loss",
     "qwen3:hf_fsdp", "qwen3_moe:hf_fsdp", "llama:hf_fsdp", "qwen3:fsdp", "qwen3_moe:fsdp_each", "llama:fsdp",
     "qwen3:fsdp_ckpt", "qwen3_moe:fsdp_ckpt_each", "llama:fsdp_ckpt", "qwen3_moe:fsdp_ckpt_reentrant_same", "llama:fsdp_ckpt_reentrant",
     "qwen3:fsdp_ckpt_wrapper", "qwen3:ddp", "llama:ddp", "qwen3:pp", "qwen3_moe:pp", "llama:pp", "qwen3:cp", "qwen3_moe:cp", "llama:cp",
-    "llama:head_tp", "llama:head_tp_by_hand", "qwen3:off", "qwen3:tp_counted", "llama:fsdp_counted", "llama:killed",
+    "llama:head_tp", "llama:head_tp_by_hand", "llama:torch_tp_model",
+    "qwen3:tp_levels", "qwen3:tp_outs", "qwen3:off", "qwen3:tp_counted", "llama:fsdp_counted", "llama:killed",
 )  # fmt: skip
 FOUR = (
     "uneven:tp", "qwen3:fsdp_tp", "qwen3_moe:fsdp_tp", "llama:fsdp_tp",
-    "qwen3:torch_fsdp_tp", "qwen3_moe:torch_fsdp_tp_each", "llama:torch_fsdp_tp",
+    "qwen3:torch_fsdp_tp", "qwen3_moe:torch_fsdp_tp_each", "llama:torch_fsdp_tp", "llama:torch_fsdp_tp_permuted",
     "qwen3_moe:fsdp_tp_ep", "qwen3_moe:fsdp_tp_ep2", "qwen3_moe:fsdp_ep", "qwen3:pp", "llama:cp",
 )  # fmt: skip
 CASES = {1: ONE, 2: TWO, 4: FOUR}
@@ -97,7 +98,7 @@ def config(layout: str) -> DistributedConfig:
         "fsdp_tp_ep2": {"fsdp_size": world() // 2, "tp_size": 2, "ep_size": 2, "tp_plan": "auto"},
         "pp": {"pp_size": world()},
     }
-    return DistributedConfig(**given[layout.removesuffix("_grad")])
+    return DistributedConfig(**given[re.sub("_(grad|levels|outs)$", "", layout)])
 
 
 def load(family: str, **more: Any) -> Any:
@@ -155,12 +156,20 @@ def collectives() -> int:
 
 
 def forward(
-    model: Any, out: Path, ids: torch.Tensor = IDS, *, grad: bool = False, each: bool = False, between: Any = None, **arguments: Any
+    model: Any,
+    out: Path,
+    ids: torch.Tensor = IDS,
+    *,
+    level: int = 2,
+    grad: bool = False,
+    each: bool = False,
+    between: Any = None,
+    **arguments: Any,
 ) -> None:
-    """One traced forward, or one for each request; with a backward where asked. ``between``: called with the output before backward.
+    """One traced forward, or one for each request; with a backward where asked. ``between``: gives the loss of an output.
     Neither the beginning of a trace nor its end runs a collective."""
     before = collectives()
-    with trace(model, out=out, strict=True, level=LEVEL) as t:
+    with trace(model, out=out, strict=True, level=level) as t:
         assert collectives() == before, "entering a trace ran a collective"
         for rows in ids.split(1) if each else (ids,):
             t.requests(names_of(rows))
@@ -174,30 +183,36 @@ def forward(
 
 
 def whole(family: str, layout: str, out: Path) -> None:
-    """One process, which saves the model first; ``each``: one forward for every request."""
+    """One process, which saves the model first; ``each``: one forward for every request; ``short``: an odd number of tokens."""
     if not (MODELS / family).exists():
         name, changes = FAMILIES[family]
         make_model(name, **changes).save_pretrained(MODELS / family)
-    forward(load(family), out, each="each" in layout)
+    forward(load(family), out, IDS[:, :15] if "short" in layout else IDS, each="each" in layout)
 
 
 def library(family: str, layout: str, out: Path) -> None:
-    """``grad``: with gradients, under which experts get their tokens by all-to-all."""
-    forward(load(family, distributed_config=config(layout)), out, grad="grad" in layout)
+    """``grad``: with gradients, under which experts get their tokens by all-to-all. ``levels``: the processes record other levels.
+    ``outs``: they record into other folders."""
+    level = 2 - rank() if "levels" in layout else 2
+    out = out.with_name(f"{out.name}-{rank()}") if "outs" in layout and rank() else out
+    forward(load(family, distributed_config=config(layout)), out, level=level, grad="grad" in layout)
 
 
 def parallelized(family: str, layout: str, out: Path) -> None:
     """``parallelize_module`` with logits cut over the vocabulary, without and with sequence parallelism; ``loss``: and a
-    loss over the cut logits."""
+    loss over the cut logits. ``model``: the axis has a name of its own, and the processes stand in another order on it."""
     model = load(family)
     mesh = init_device_mesh("cpu", (world(),), mesh_dim_names=("tp",))
+    if "model" in layout:
+        mesh = DeviceMesh("cpu", [1, 0], mesh_dim_names=("model",))
+    ids = IDS[:, :15] if "short" in layout else IDS
     sequence = "sp" in layout
     parallelize_module(model, mesh, torch_plan(model, sequence, local="dtensor" not in layout))
-    columns = IDS.shape[1]
+    columns = ids.shape[1]
     mask = torch.full((1, 1, columns, columns), torch.finfo(torch.float32).min).triu(1)
     given = {"position_ids": torch.arange(columns)[None], "attention_mask": mask}
     if "loss" not in layout:
-        forward(model, out, **given)
+        forward(model, out, ids, **given)
         return
     with loss_parallel():
         forward(
@@ -215,7 +230,7 @@ def head_only(family: str, layout: str, out: Path) -> None:
     model = load(family)
     mesh = init_device_mesh("cpu", (world(),), mesh_dim_names=("tp",))
     parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)})
-    with trace(model, out=out, strict=True, level=LEVEL) as t, torch.no_grad():
+    with trace(model, out=out, strict=True, level=2) as t, torch.no_grad():
         names = names_of(IDS)
         t.requests(names)
         logits = model(input_ids=IDS, use_cache=False).logits.to_local()
@@ -255,8 +270,10 @@ def ddp(family: str, layout: str, out: Path) -> None:
 
 
 def composed(family: str, layout: str, out: Path) -> None:
-    """FSDP2 over tensor parallelism, both by torch, requests cut over the data axis."""
+    """FSDP2 over tensor parallelism, both by torch, requests cut over the data axis; ``permuted``: neighbours share no model."""
     mesh = init_device_mesh("cpu", (world() // 2, 2), mesh_dim_names=("dp", "tp"))
+    if "permuted" in layout:
+        mesh = DeviceMesh("cpu", [[0, 2], [3, 1]], mesh_dim_names=("dp", "tp"))
     model = load(family)
     parallelize_module(model, mesh["tp"], torch_plan(model, sequence=False))
     shard_fully(model, mesh["dp"])
@@ -290,7 +307,7 @@ def context(family: str, layout: str, out: Path) -> None:
     mesh = init_device_mesh("cpu", (world(),), mesh_dim_names=("cp",))
     ids = IDS.clone()
     positions = torch.arange(ids.shape[1])[None].expand(len(ids), -1).contiguous()
-    with trace(model, out=out, strict=True, level=LEVEL, mesh={"cp": (mesh.get_local_rank("cp"), world())}) as t, torch.no_grad():
+    with trace(model, out=out, strict=True, level=2, mesh={"cp": (mesh.get_local_rank("cp"), world())}) as t, torch.no_grad():
         t.requests(names_of(IDS))
         with context_parallel(mesh, buffers=[ids, positions], buffer_seq_dims=[1, 1]):
             model(input_ids=ids, position_ids=positions, use_cache=False)
@@ -322,7 +339,7 @@ def counted(family: str, layout: str, out: Path) -> None:
 def killed(family: str, layout: str, out: Path) -> None:
     """Process 1 is killed inside the trace, after process 0 has committed. Nothing can run after this case."""
     model = load(family, distributed_config=config("tp"))
-    with trace(model, out=out, level=LEVEL), torch.no_grad():
+    with trace(model, out=out, level=2), torch.no_grad():
         model(input_ids=IDS, use_cache=False)
         while rank() == 1:
             if (out / "shard-00000" / "manifest.json").exists():

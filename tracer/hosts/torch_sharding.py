@@ -130,13 +130,14 @@ def held_spans(tensor: Any, skip: frozenset[str] = frozenset()) -> tuple[tuple[t
 
 
 def held_columns_of(tensor: Any, dims: Sequence[int]) -> tuple[int, tuple[Span, ...]]:
-    """Width of the whole row and columns held of a DTensor whose dimensions ``dims``, in this order, are its columns."""
+    """Width of the whole row and columns held, as ``Placement`` has them, of a DTensor whose dimensions ``dims``, in this order, are
+    its columns."""
     width, column_C = 1, np.zeros(1, np.int64)
     for dim in dims:
         size = tensor.shape[dim]
         index = _held_index(size, tensor.device_mesh, tensor.placements, dim, frozenset())
         width, column_C = width * size, (column_C[:, None] * size + index[None, :]).reshape(-1)
-    return width, () if np.array_equal(column_C, np.arange(width)) else spans_of(column_C)
+    return width, () if np.array_equal(column_C, np.arange(width)) else spans_of(column_C) or ((0, 0),)
 
 
 def cutting_axis(tensor: Any, dims: Sequence[int]) -> str:

@@ -279,10 +279,14 @@ class Recorder:
         width, spans = placement.width, placement.spans
         if rows_NC.is_complex():
             width, spans = 2 * width, tuple((2 * start, 2 * stop) for start, stop in spans)
+        row_set, taken_NC = selection.rows, selection.take(rows_NC)
+        if spans and not rows_NC.shape[1]:  # it ran, and this process has no column of any row
+            none = np.zeros(0, np.int64)
+            row_set, taken_NC, spans = RowSet(none, none, call.record.number), rows_NC.new_zeros((0, 1)), ((0, 1),)
         observation = Observation(
             source.boundary,
-            selection.rows,
-            fingerprint_tensor(selection.take(rows_NC), width=width, spans=spans),
+            row_set,
+            fingerprint_tensor(taken_NC, width=width, spans=spans),
             _dtype(rows_NC),
             width,
             spans,
