@@ -63,7 +63,7 @@ ONE = ("qwen3:whole", "qwen3_moe:whole", "qwen3_moe:whole_each", "llama:whole", 
 TWO = (
     "qwen3:tp", "qwen3_moe:tp", "llama:tp", "qwen3_moe:tp_ep", "qwen3_moe:tp_ep_grad",
     "qwen3:torch_tp", "qwen3_moe:torch_tp", "llama:torch_tp",
-    "qwen3:torch_sp", "llama:torch_sp", "llama:torch_sp_dtensor", "llama:torch_sp_short", "llama:torch_loss",
+    "qwen3:torch_sp", "llama:torch_sp", "llama:torch_sp_dtensor", "llama:torch_sp_dtensor_short", "llama:torch_loss",
     "qwen3:hf_fsdp", "qwen3_moe:hf_fsdp", "llama:hf_fsdp", "qwen3:fsdp", "qwen3_moe:fsdp_each", "llama:fsdp",
     "qwen3:fsdp_ckpt", "qwen3_moe:fsdp_ckpt_each", "llama:fsdp_ckpt", "qwen3_moe:fsdp_ckpt_reentrant_same", "llama:fsdp_ckpt_reentrant",
     "qwen3:fsdp_ckpt_wrapper", "qwen3:ddp", "llama:ddp", "qwen3:pp", "qwen3_moe:pp", "llama:pp", "qwen3:cp", "qwen3_moe:cp", "llama:cp",
@@ -152,7 +152,8 @@ def own_rows(index: int, size: int) -> torch.Tensor:
 
 def collectives() -> int:
     """Collectives that all process groups have run so far, from whichever thread."""
-    return sum(group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map)
+    groups: Iterable[Any] = dist.distributed_c10d._world.pg_map
+    return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 def forward(
@@ -171,7 +172,7 @@ def forward(
     before = collectives()
     with trace(model, out=out, strict=True, level=level) as t:
         assert collectives() == before, "entering a trace ran a collective"
-        for rows in ids.split(1) if each else (ids,):
+        for rows in [ids[n : n + 1] for n in range(len(ids))] if each else [ids]:
             t.requests(names_of(rows))
             with torch.set_grad_enabled(grad):
                 output = model(input_ids=rows, use_cache=False, **arguments)
@@ -207,10 +208,13 @@ def parallelized(family: str, layout: str, out: Path) -> None:
         mesh = DeviceMesh("cpu", [1, 0], mesh_dim_names=("model",))
     ids = IDS[:, :15] if "short" in layout else IDS
     sequence = "sp" in layout
-    parallelize_module(model, mesh, torch_plan(model, sequence, local="dtensor" not in layout))
+    plan = torch_plan(model, sequence, local="dtensor" not in layout)
+    if "model" in layout:
+        del plan["model.embed_tokens"]  # torch looks ids up by coordinate in a table it cut by group rank: other values
+    parallelize_module(model, mesh, plan)
     columns = ids.shape[1]
     mask = torch.full((1, 1, columns, columns), torch.finfo(torch.float32).min).triu(1)
-    given = {"position_ids": torch.arange(columns)[None], "attention_mask": mask}
+    given: dict[str, Any] = {"position_ids": torch.arange(columns)[None], "attention_mask": mask}
     if "loss" not in layout:
         forward(model, out, ids, **given)
         return
@@ -273,7 +277,7 @@ def composed(family: str, layout: str, out: Path) -> None:
     """FSDP2 over tensor parallelism, both by torch, requests cut over the data axis; ``permuted``: neighbours share no model."""
     mesh = init_device_mesh("cpu", (world() // 2, 2), mesh_dim_names=("dp", "tp"))
     if "permuted" in layout:
-        mesh = DeviceMesh("cpu", [[0, 2], [3, 1]], mesh_dim_names=("dp", "tp"))
+        mesh = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("dp", "tp"))
     model = load(family)
     parallelize_module(model, mesh["tp"], torch_plan(model, sequence=False))
     shard_fully(model, mesh["dp"])
@@ -386,7 +390,9 @@ def record(cases: Iterable[str]) -> None:
 def main() -> None:
     for size, cases in CASES.items():
         (ROOT / str(size)).mkdir(parents=True)
-        run_world(size, lambda: record(cases))  # noqa: B023
+        status = run_world(size, lambda: record(cases))  # noqa: B023
+        if any(code not in (0, signal.SIGKILL) for code in status):
+            sys.exit(f"a process of the world of {size} failed: {status}")
 
 
 if __name__ == "__main__":

@@ -68,13 +68,19 @@ def data_axes(model: torch.nn.Module) -> frozenset[str]:
 
 def _axes(mesh: Any) -> list[Axis]:
     """The dimensions of a device mesh as axes of this process; unnamed ones are FSDP's default mesh."""
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
+    if mesh.get_coordinate() is None:
         raise _unsupported("this process is no part of a device mesh its model lies on", str(mesh))
+    coordinate = _places(mesh)
     names = mesh.mesh_dim_names or {1: ("fsdp",), 2: ("dp_replicate", "fsdp")}.get(mesh.ndim)
     if names is None:
         raise _unsupported("a device mesh has no names for its dimensions", str(mesh))
     return [Axis(name=name, index=coordinate[n], size=mesh.size(n)) for n, name in enumerate(names)]
+
+
+def _places(mesh: Any) -> list[int]:
+    """This process's place on every axis, in the order in which torch cuts and gathers: that of the process groups, which are
+    sorted. A mesh that lists its processes in another order has other coordinates (torch 2.9 to 2.13)."""
+    return [mesh.get_local_rank(axis) for axis in range(mesh.ndim)]
 
 
 def _outer_index(rank: int, world: int, covered: int, mesh: Any) -> int:
@@ -105,7 +111,7 @@ def _held_index(size: int, mesh: Any, placements: Sequence[Any], dim: int, skip:
     """Global indices of one dimension held here, in local order, cut the way torch cuts. ``skip``: axes that do not cut."""
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-    index, coordinate, names = torch.arange(size), mesh.get_coordinate(), mesh.mesh_dim_names or ("fsdp",) * mesh.ndim
+    index, coordinate, names = torch.arange(size), _places(mesh), mesh.mesh_dim_names or ("fsdp",) * mesh.ndim
     for axis, placement in enumerate(placements):
         if getattr(placement, "dim", None) != dim or names[axis] in skip:
             continue
