@@ -28,10 +28,16 @@ demo: $(NEWEST)/.stamp
 	$(NEWEST)/bin/tracer demo
 
 # Installing waits for the network, testing for the processor: side by side.
-test: $(NEWEST)/.stamp
+test: browser $(NEWEST)/.stamp
 	@$(MAKE) --no-print-directory -j2 lint-and-newest $(OLDEST)/.stamp
 	@$(MAKE) --no-print-directory test-oldest
 	@$(MAKE) --no-print-directory test-distributed test-megatron
+
+# Pages are looked at in Chromium. CI brings the distribution's package; elsewhere the tests say what to install.
+.PHONY: browser
+browser:
+	@if [ "$$CI" = true ] && ! command -v chromium chromium-browser google-chrome >/dev/null; then \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; fi
 
 .PHONY: lint-and-newest
 lint-and-newest: lint

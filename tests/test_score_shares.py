@@ -16,9 +16,7 @@ from tracer.record.next_token import score_rows
 def shares_of(logits_NV: torch.Tensor, ids: list[int], cuts: list[int]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     """The shares that processes holding the columns between ``cuts`` write, side by side."""
     row_N, id_N = np.arange(len(ids)), np.array(ids, np.int64)
-    parts = [
-        score_rows(logits_NV[:, start:stop], row_N, id_N, (start, stop)).numpy() for start, stop in itertools.pairwise(cuts)
-    ]
+    parts = [score_rows(logits_NV[:, start:stop], row_N, id_N, (start, stop)).numpy() for start, stop in itertools.pairwise(cuts)]
     return np.concatenate(parts, axis=1)
 
 

@@ -33,10 +33,7 @@ from tracer import trace
 from tracer.format.schema import MANIFEST_NAME, Manifest, shard_name
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-HEADER = (
-    "| case | plain ms | traced ms | forward | with commit | bytes per token and boundary |\n"
-    "|---|---|---|---|---|---|"
-)
+HEADER = "| case | plain ms | traced ms | forward | with commit | bytes per token and boundary |\n|---|---|---|---|---|---|"
 
 
 def build_model() -> Any:

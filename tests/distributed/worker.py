@@ -129,9 +129,7 @@ def torch_plan(model: Any, sequence: bool, local: bool = True) -> dict[str, Any]
             plan[at + "post_attention_layernorm"] = SequenceParallel(use_local_output=local)
             kwargs: dict[str, Any] = {"input_kwarg_layouts": given, "desired_input_kwarg_layouts": wanted}
             plan[at + "self_attn"] = PrepareModuleInput(**kwargs, use_local_output=local)
-            plan[at + "mlp"] = PrepareModuleInput(
-                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=local
-            )
+            plan[at + "mlp"] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=local)
         mlp = ((), ()) if experts else (("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
         for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", *mlp[0]):
             plan[at + name] = ColwiseParallel()

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tracer.errors import Code, TraceFormatError
-from tracer.format.container import REMEDY_ALTERED, SEGMENT_COLUMNS, WEIGHT_COLUMNS, ColumnFile, check_format, checksum
+from tracer.format.container import REMEDY_ALTERED, SEGMENT_COLUMNS, WEIGHT_COLUMNS, ColumnFile, check_format, checksum, invalid_file
 from tracer.format.dtypes import dtype_info
 from tracer.format.fingerprint import Fingerprints
 from tracer.format.schema import (
@@ -127,7 +127,7 @@ class Segment:
         """Row-table lines of a block, uint32 (B,). Raises ``TraceFormatError`` (segment-invalid) where one lies outside the table."""
         lines = self.lists[block.row_start : block.row_start + block.row_count]
         if len(lines) and int(lines.max()) >= self.file.lines["rows.sequence"]:
-            raise _invalid(
+            raise invalid_file(
                 self.path,
                 f"boundary {block.boundary} names a row outside the row table",
                 expected=f"lines below {self.file.lines['rows.sequence']}",
@@ -337,7 +337,7 @@ def inspect_shard(
         listed = [(info.file, info) for info in manifest.segments]
         names = {info.file for info in manifest_files(manifest)}
         problems += [
-            _invalid(path / name, "the manifest does not list this file", expected=f"{len(names)} files", found=name)
+            invalid_file(path / name, "the manifest does not list this file", expected=f"{len(names)} files", found=name)
             for name in present
             if name not in names
         ]
@@ -383,10 +383,10 @@ def _open(
             raise _altered(path, "is not as it was written", f"xxh3_128 {info.xxh3_128}", found or "unreadable")
     file = ColumnFile.open(path, columns)
     if file.header.number != number:
-        raise _invalid(path, "calls itself another number", expected=str(number), found=str(file.header.number))
+        raise invalid_file(path, "calls itself another number", expected=str(number), found=str(file.header.number))
     rows, fingerprints = file.lines.get("rows.sequence", file.lines["digest"]), file.lines["digest"]
     if info is not None and (info.rows, info.fingerprints) != (rows, fingerprints):
-        raise _invalid(
+        raise invalid_file(
             path,
             "other counts than the manifest lists",
             expected=f"{info.rows} rows, {info.fingerprints} fingerprints",
@@ -413,7 +413,7 @@ def _check_segment(segment: Segment, sequences: int, verify: bool) -> None:
             or not -1 <= block.stats_start <= lines["sketch"] - (count if block.stats_start >= 0 else 0)
             or not -1 <= block.values_start <= lines["values"] - (count * held[kind] if block.values_start >= 0 else 0)
         ):
-            raise _invalid(
+            raise invalid_file(
                 path,
                 f"boundary {block.boundary} lies outside its columns",
                 expected=", ".join(f"{lines[name]} {name}" for name in ("lists", "digest", "sketch", "values")),
@@ -421,7 +421,7 @@ def _check_segment(segment: Segment, sequences: int, verify: bool) -> None:
                 f"{block.stats_start} and {block.values_start} on",
             )
         if block.executions < 0:
-            raise _invalid(path, f"boundary {block.boundary} has a negative number of executions", found=str(block.executions))
+            raise invalid_file(path, f"boundary {block.boundary} has a negative number of executions", found=str(block.executions))
     if not verify:
         return
     limits = {"lists": lines["rows.sequence"], "rows.sequence": sequences, "ids.sequence": sequences}
@@ -431,7 +431,7 @@ def _check_segment(segment: Segment, sequences: int, verify: bool) -> None:
             continue
         low, high, limit = int(values.min()), int(values.max()), limits.get(column, 1 << 31)
         if low < 0 or high >= limit:
-            raise _invalid(path, f"column {column} refers to nothing", expected=f"within 0 .. {limit - 1}", found=f"{low} .. {high}")
+            raise invalid_file(path, f"column {column} refers to nothing", expected=f"within 0 .. {limit - 1}", found=f"{low} .. {high}")
     segment.file.release()
 
 
@@ -440,18 +440,12 @@ def _check_spans(path: Path, block: Block) -> None:
     ends = [0, *(stop for _, stop in taken)]
     inside = all(end <= start < stop <= block.width for (start, stop), end in zip(taken, ends[:-1], strict=True))
     if block.width < 0 or not inside:
-        raise _invalid(
+        raise invalid_file(
             path,
             f"boundary {block.boundary} has columns that no row has",
             expected=f"disjoint spans within 0 .. {block.width}",
             found=str(list(block.spans)),
         )
-
-
-def _invalid(path: Path, what: str, *, expected: str = "", found: str = "") -> TraceFormatError:
-    return TraceFormatError(
-        Code.SEGMENT_INVALID, f"{path.name}: {what}", where=str(path), expected=expected, found=found, remedy=REMEDY_ALTERED
-    )
 
 
 def _altered(path: Path, what: str, expected: str, found: str) -> TraceFormatError:

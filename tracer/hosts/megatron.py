@@ -268,4 +268,3 @@ def _process_mesh(experts: bool) -> Mesh:
 
 def _row_axes(layout: str) -> list[str]:
     return [axis for dimension in layout_axes(layout) or () for axis in dimension if axis in ROW_AXES]
-
