@@ -80,7 +80,10 @@ def _axes(mesh: Any) -> list[Axis]:
 def _places(mesh: Any) -> list[int]:
     """This process's place on every axis, in the order in which torch cuts and gathers: that of the process groups, which are
     sorted. A mesh that lists its processes in another order has other coordinates (torch 2.9 to 2.13)."""
-    return [mesh.get_local_rank(axis) for axis in range(mesh.ndim)]
+    try:
+        return [mesh.get_local_rank(axis) for axis in range(mesh.ndim)]
+    except RuntimeError:  # a mesh without process groups, over which nothing is cut
+        return list(mesh.get_coordinate())
 
 
 def _outer_index(rank: int, world: int, covered: int, mesh: Any) -> int:
