@@ -17,7 +17,7 @@ pip = for try in 1 2 3; do \
 define environment
 	@$(PYTHON) -c 'import sys; sys.exit("make needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(1)
-	@echo "installing into $(1) (about a minute)"
+	@echo "installing into $(1) (a few minutes)"
 	@$(call pip,$(1),$(2),hatchling)
 	@$(call pip,$(1),$(2),$(or $(3),$(PROJECT)))
 	touch $@

@@ -52,17 +52,21 @@ def trace(
 ) -> Trace | RemoteTrace:
     """A context manager that records the model's forwards: ``with trace(model) as t: model(**batch)``.
 
-    ``map``: ``"auto"`` (by the class of the model), a map's name or file, or a loaded ``BoundaryMap``.
+    ``map``: ``"auto"`` (by the class of the model, or the nearest it derives from), a map's name or file, or a loaded
+    ``BoundaryMap``; a map that lists classes is refused for any other.
     ``out``: a folder that does not hold another run (``TRACER_OUT`` overrides; default ``traces/<UTC>-<host>-<run id>``,
     printed at exit). ``level``: 0 coarse, 1, 2 everything; ``boundaries``: globs over names that choose instead.
     ``tokens``: positions to keep per sequence (slice, range or list of positions from 0 on); the others are declared
     not computed. ``weights``: ``"digest"``, ``"rows"`` or ``False``. ``host``, ``mesh``: override what is found out.
     ``strict``: a failure of the tracer is raised instead of only making the trace incomplete.
     ``sequences``: where packed rows begin, if the model is not told: cu_seqlens of one packed row, or per batch row the
-    lengths of its documents, or a function of a call's (args, kwargs) that gives either.
+    lengths of its documents, or a function of a call's (args, kwargs) that gives either. They add up to the tokens of
+    every row; where they do not, the recording stops.
 
-    Raises HostError (no host claims the model), UsageError (bad-argument). Entering raises MapError (the map is unknown,
-    malformed or does not fit), UsageError (out-in-use), CaptureError (write-failed).
+    Any thread may run the model, one forward at a time.
+
+    Raises HostError (no host claims the model), UsageError (bad-argument: any argument). Entering raises MapError (the map is
+    unknown, malformed or does not fit), UsageError (out-in-use; bad-argument), CaptureError (write-failed).
     """
     from tracer.hosts import find_host, find_processes
     from tracer.record.capture import Trace, TraceOptions
