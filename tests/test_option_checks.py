@@ -57,7 +57,7 @@ def test_a_file_in_the_way_is_refused_on_entry(tmp_path: Path) -> None:
 
 def test_options_are_kept_as_plain_values() -> None:
     """Iterators are read once, numbers of any kind become plain ones, one glob is a list of one."""
-    options = TraceOptions(tokens=iter([3, np.int64(1), torch.tensor(2)]), level=np.int64(2), boundaries="layers.*", sequences=iter([0, 4]))  # type: ignore[arg-type]
+    options = TraceOptions(tokens=iter([3, np.int64(1), torch.tensor(2)]), level=np.int64(2), boundaries="layers.*", sequences=iter([0, 4]))
     assert (options.tokens, options.level, options.boundaries, options.sequences) == ((1, 2, 3), 2, ("layers.*",), [[4]])
     assert (read_boundaries(None), read_boundaries(iter(["a", "b"])), read_level(0)) == (None, ("a", "b"), 0)
     assert [weights_mode(mode) for mode in (None, False, True, "rows")] == ["none", "none", "digest", "rows"]

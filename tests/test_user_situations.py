@@ -21,6 +21,7 @@ from tracer.format.schema import BoundaryStatus, Manifest
 from tracer.format.store_read import read_shard
 from tracer.read.diff import diff_traces
 from tracer.read.floor import Tolerance
+from tracer.record.capture import Trace
 
 IDS = make_ids(2, 7)
 
@@ -217,13 +218,13 @@ def compiled(how: str, model: Any) -> Iterator[None]:
         case "a layer replaced":
             model.model.layers[0] = torch.compile(layer, backend="eager", fullgraph=True)
         case "the layer's class":
-            kind.forward = torch.compile(forward, backend="eager")  # type: ignore[method-assign]
+            kind.forward = torch.compile(forward, backend="eager")
         case "the model in place":
             model.compile(backend="eager")
     try:
         yield
     finally:
-        kind.forward = forward  # type: ignore[method-assign]
+        kind.forward = forward
         torch._dynamo.reset()
 
 
@@ -286,6 +287,7 @@ def test_a_full_disk_on_entry_and_later(tmp_path: Path) -> None:
                 told["entry"] = [error.code.value, (tmp_path / "entry").exists()]
             with tracer.trace(model, out=tmp_path / "later", **options) as t:
                 told["same"] = torch.equal(model(ids)["logits"], plain)
+            assert isinstance(t, Trace)
             told["later"] = [t.incomplete, (tmp_path / "later" / "shard-00000" / "manifest.json").exists()]
         except BaseException as error:
             told["error"] = repr(error)
