@@ -11,7 +11,7 @@ def main() -> None:
 
     checkpoint, out = sys.argv[1:]
     options = {**tracer.vllm_options(), "enforce_eager": False}
-    llm = LLM(**options, model=checkpoint, dtype="float32", max_num_batched_tokens=256, enable_prefix_caching=False, **SETTINGS)
+    llm = LLM(**options, model=checkpoint, dtype="float32", **SETTINGS)
     with tracer.trace(llm, out=out, level=1):
         generate(llm)
 

@@ -10,7 +10,7 @@ def main() -> None:
     from vllm import LLM
 
     checkpoint, out = sys.argv[1:]
-    settings = {"model": checkpoint, "dtype": "float32", "max_num_batched_tokens": 256, "enable_prefix_caching": False, **SETTINGS}
+    settings = {"model": checkpoint, "dtype": "float32", **SETTINGS}
     llm = LLM(**tracer.vllm_options(), **settings)
     with tracer.trace(llm, out=out, level=1, strict=True):
         generate(llm)
