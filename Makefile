@@ -64,7 +64,7 @@ test-vllm:
 
 .PHONY: run-vllm
 run-vllm: $(VLLM)/.stamp
-	$(VLLM)/bin/python -m pytest -p no:cacheprovider tests/vllm
+	$(VLLM)/bin/python $(PYTEST) --dist loadfile tests/vllm
 
 bench: $(NEWEST)/.stamp
 	$(NEWEST)/bin/python tools/bench_overhead.py
@@ -81,11 +81,10 @@ $(OLDEST)/.stamp: pyproject.toml constraints/common.txt constraints/oldest.txt
 $(MEGATRON)/.stamp: pyproject.toml constraints/common.txt constraints/newest.txt constraints/megatron.txt
 	$(call environment,$(MEGATRON),megatron,-e '.[transformers$(comma)megatron$(comma)dev]')
 
-# Every pin is in the file, so nothing is resolved; the package goes in as it lies here.
+# Every pin is in the file, so nothing is resolved.
 $(VLLM)/.stamp: pyproject.toml constraints/vllm.txt
 	$(PYTHON) -m venv $(VLLM)
 	@echo "installing vLLM into $(VLLM) (2 GB, a few minutes)"
-	@for try in 1 2 3; do \
-		$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints/vllm.txt && break; \
-		if [ $$try = 3 ]; then echo "pip failed three times; see above" >&2; exit 1; fi; sleep 5; done
+	@$(call pip,$(VLLM),vllm,--no-deps -r constraints/vllm.txt)
+	@$(call pip,$(VLLM),vllm,--no-deps -e .)
 	touch $@

@@ -1,4 +1,4 @@
-"""Tensor parallelism over two workers. Arguments: CHECKPOINT FOLDER."""
+"""Tensor parallelism over two workers, the engine core in a third process. Arguments: CHECKPOINT FOLDER."""
 
 import sys
 from pathlib import Path

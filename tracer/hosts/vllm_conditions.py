@@ -25,7 +25,7 @@ def engine_conditions(runner: Any, modules: Mapping[str, torch.nn.Module]) -> di
     return {
         "vllm": vllm.__version__,
         "model_class": type(model).__name__,
-        "config": plain({name: value for name, value in text.to_dict().items() if name not in _NO_CONFIG}),
+        "config": plain({name: value for name, value in text.to_dict().items() if name not in _NO_CONFIG} | {"dtype": config.model_config.dtype}),
         "parameter_dtypes": _dtypes(model.named_parameters()),
         "buffer_dtypes": _dtypes(model.named_buffers()),
         "attention": _backend(modules),
