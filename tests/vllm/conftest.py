@@ -76,7 +76,7 @@ def pair(trainer: Trainer, engine: Build, checkpoint: Checkpoint, tmp_path_facto
         folder = tmp_path_factory.mktemp("pair")
         if (family, dtype) not in rollouts:
             llm = engine(family, dtype)
-            with tracer.trace(llm, out=folder / "rollout", level=2, strict=True):
+            with tracer.trace(llm, out=folder / "rollout", level=2, weights="rows", strict=True):
                 outputs = generate(llm, prompt_logprobs=1)
             rollouts[family, dtype] = folder / "rollout", whole(outputs)
         rollout, tokens = rollouts[family, dtype]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 
 import tracer
-from tests.vllm.conftest import Pair
-from tests.vllm.engines import FAMILIES, statuses
+from tests.vllm.conftest import Build, Pair
+from tests.vllm.engines import FAMILIES, generate, statuses
+from tracer.read.weight_report import WeightState, diff_weights
 
 ROUNDING = {"float32": 1e-4, "bfloat16": 0.1}
 """Relative distances that rounding alone does not reach in two layers."""
@@ -36,21 +40,44 @@ def test_only_rounding_parts_the_two(pair: Pair, family: str, dtype: str) -> Non
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_stale_expert_is_found(pair: Pair, dtype: str) -> None:
-    """A weight update that the engine has not got is named by its expert, although the engine repacked it, and the verdict
-    says so before any value."""
-    result = tracer.diff_traces(*pair("Qwen3Moe", dtype, "stale-expert"))
-    assert result.exit == 1
-    stale = [finding for finding in result.findings if finding.code == "weight-differs"]
-    assert [finding.boundary for finding in stale] == ["layers.1.moe.experts.5.down.weight"]
-    assert "layers.1.moe.experts.5.down.weight" in result.headline
+    """A weight update that the engine has not got is named by its expert and rows, although the engine repacked it; beyond
+    rounding it is the first divergence, and without a tolerance the line says up to where the weights are equal."""
+    trainer, rollout = pair("Qwen3Moe", dtype, "stale-expert")
+    name = "layers.1.moe.experts.5.down.weight"
+    differing = [line for line in diff_weights(trainer, rollout).weights if line.state is WeightState.DIFFERS]
+    assert [(line.name, line.rows_differing, line.rows) for line in differing] == [(name, 128, 128)]
+    bitwise = tracer.diff_traces(trainer, rollout)
+    assert [finding.boundary for finding in bitwise.findings if finding.code == "weight-differs"] == [name]
+    assert "the weights up to here identical as far as known" in bitwise.headline
+    beyond = tracer.diff_traces(trainer, rollout, tolerance=tracer.Tolerance(relative=ROUNDING[dtype]))
+    assert beyond.exit == 1
+    assert beyond.headline.startswith(f"First divergence: weight {name} (1 of ")
+
+
+def test_a_weight_exchanged_after_repacking_is_unknown(pair: Pair, engine: Build, tmp_path: Path) -> None:
+    """A repacked weight that the running engine exchanges is unknown, never equal; with its bytes back it is known again."""
+    trainer, _ = pair("Qwen3Moe", "bfloat16")
+    llm = engine("Qwen3Moe", "bfloat16")
+    (experts,) = llm.apply_model(lambda model: model.model.layers[1].mlp.experts.routed_experts.w2_weight)
+    name = "layers.1.moe.experts.5.down.weight"
+    for factor, state in ((2.0, WeightState.UNKNOWN), (0.5, WeightState.IDENTICAL)):
+        with torch.no_grad():
+            experts.mul_(factor)
+        with tracer.trace(llm, out=tmp_path / state.value, level=0, strict=True):
+            generate(llm)
+        result = diff_weights(trainer, tmp_path / state.value)
+        assert {line.state for line in result.weights if line.name == name} == {state}
+        assert result.exit == (2 if state is WeightState.UNKNOWN else 0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_wrong_scale_is_found(pair: Pair, dtype: str) -> None:
-    """A softmax scale that is wrong in one layer is the first difference larger than rounding, with the weights equal."""
+    """A softmax scale that is wrong in one layer is the first difference beyond rounding, with equal weights, and the
+    conditions name it."""
     tolerance = tracer.Tolerance(relative=ROUNDING[dtype])
     result = tracer.diff_traces(*pair("Qwen3Moe", dtype, "scale"), tolerance=tolerance)
-    print(result.headline, [f.text for f in result.findings if f.code not in ("weight-missing",)])
     assert result.exit == 1
     assert result.first is not None
     assert result.first.boundary == "layers.1.attn.core"
+    assert not [finding for finding in result.findings if finding.code == "weight-differs"]
+    assert " in 1" in result.conditions["model.attributes.model.layers.*.self_attn.scaling"]["a"]

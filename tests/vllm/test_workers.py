@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import tracer
-from tests.vllm.conftest import Build, Checkpoint
+from tests.vllm.conftest import Build, Checkpoint, Pair
 from tests.vllm.engines import FAMILIES, generate, run_script
+from tracer.read.weight_report import diff_weights
 
 
 def test_tensor_parallel_workers(engine: Build, checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -31,13 +32,18 @@ def test_tensor_parallel_workers(engine: Build, checkpoint: Checkpoint, tmp_path
     assert len(tracer.open_trace(tmp_path / "steps").sequences) in (1, 2, 3)
 
 
-def test_an_engine_without_the_extension_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """With the engine core in another process and no extension in it the error has a code and names the line to write."""
-    model = str(checkpoint("Qwen3", "float32"))
-    output = run_script("without_extension.py", model, str(tmp_path / "t"), VLLM_ENABLE_V1_MULTIPROCESSING="1")
+def test_an_engine_without_the_extension(pair: Pair, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Without the extension an engine in this process is traced, and weights that it repacked are unknown, never equal; one in
+    another process is refused with a code and the line to write."""
+    output = run_script("without_extension.py", str(checkpoint("Qwen3Moe", "float32")), str(tmp_path / "t"))
     assert "refused host-unsupported" in output
     assert "LLM(**tracer.vllm_options()" in output
-    assert not (tmp_path / "t").exists()
+    assert not (tmp_path / "t-elsewhere").exists()
+    result = diff_weights(pair("Qwen3Moe", "float32")[0], tmp_path / "t")
+    states = {weight.name: weight.state for weight in result.weights}
+    repacked = ("attn.q.weight", "attn.out.weight", "experts.3.gate.weight", "experts.3.down.weight")
+    assert {states[f"layers.0.{'moe.' if name.startswith('experts') else ''}{name}"] for name in repacked} == {"unknown"}
+    assert states["embedding.weight"] == states["layers.0.attn.norm.weight"] == "identical"
 
 
 def test_a_compiled_engine_is_vacuous(engine: Build, checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -56,7 +62,6 @@ def test_a_compiled_engine_is_vacuous(engine: Build, checkpoint: Checkpoint, tmp
     assert result.exit == 2
     assert "vacuous" in result.headline
     seen = {boundary.name: boundary.outcome for boundary in result.boundaries if boundary.rows_compared}
-    print(seen)
     assert seen["lm_head"] in ("identical", "within floor")
 
 

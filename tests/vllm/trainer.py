@@ -28,7 +28,7 @@ def record(checkpoint: str, dtype: str, tokens: list[list[int]], out: str, fault
             model.model.layers[1].mlp.experts.down_proj[5].mul_(1.01)
         if "scale" in faults:  # no weight, no buffer: a number in the code
             model.model.layers[1].self_attn.scaling *= 1.25
-        with tracer.trace(model, out=out, level=2, strict=True):
+        with tracer.trace(model, out=out, level=2, weights="rows", strict=True):
             for sequence in tokens:
                 model(input_ids=torch.tensor([sequence]), use_cache=False)
 

@@ -1,18 +1,24 @@
-"""An engine whose core is another process, built without the worker extension. Arguments: CHECKPOINT OUT."""
+"""Engines built without the worker extension, in this process and in another. Arguments: CHECKPOINT OUT."""
 
+import os
 import sys
 
 import tracer
-from tests.vllm.engines import SETTINGS
+from tests.vllm.engines import SETTINGS, generate
 
 
 def main() -> None:
     from vllm import LLM
 
     checkpoint, out = sys.argv[1:]
-    llm = LLM(enforce_eager=True, model=checkpoint, dtype="float32", **SETTINGS)
+    settings = {**SETTINGS, "model": checkpoint, "dtype": "float32", "enforce_eager": True}
+    here = LLM(**settings)
+    with tracer.trace(here, out=out, level=0, strict=True):
+        generate(here)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    elsewhere = LLM(**settings)
     try:
-        tracer.trace(llm, out=out)
+        tracer.trace(elsewhere, out=f"{out}-elsewhere")
     except tracer.TracerError as error:
         print("refused", error.code.value, error)
 
