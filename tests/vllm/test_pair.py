@@ -12,6 +12,8 @@ from tests.vllm.conftest import Build, Pair
 from tests.vllm.engines import FAMILIES, generate, statuses
 from tracer.read.weight_report import WeightState, diff_weights
 
+pytestmark = pytest.mark.xdist_group("engine")  # one process, so that the engines are built once
+
 ROUNDING = {"float32": 1e-4, "bfloat16": 0.1}
 """Relative distances that rounding alone does not reach in two layers."""
 FIRST = {"float32": "layers.0.attn.core", "bfloat16": "layers.0.attn.q_rope"}

@@ -14,6 +14,8 @@ from tests.vllm.conftest import Build
 from tests.vllm.engines import PROMPTS, generate, keys, logprobs, statuses, whole
 from tracer.read.findings import Kind
 
+pytestmark = pytest.mark.xdist_group("engine")  # one process, so that the engines are built once
+
 WATCHED = 3
 """Requests of ``PROMPTS``."""
 
