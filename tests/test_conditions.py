@@ -36,7 +36,7 @@ def test_a_condition_of_one_side_is_listed() -> None:
 
 def test_what_differs_by_layer_meets_what_does_not() -> None:
     """An attribute with several values by layer is one text under its own name."""
-    scaled = {"scaling": {"by_index": {"0.25": "0 2", "0.5": "1"}}}
+    scaled: dict[str, object] = {"scaling": {"by_index": {"0.25": "0 2", "0.5": "1"}}}
     assert differing(scaled, {"scaling": 0.25}) == {"scaling": {"a": "0.25 in 0 2, 0.5 in 1", "b": 0.25}}
 
 

@@ -1,11 +1,11 @@
-"""`tracer map check` of several checkpoints in one process. Arguments: pairs of MAP and CONFIG."""
+"""`tracer map check` of several checkpoints in one process, each with the map of its class. Arguments: CONFIG..."""
 
 import sys
 
 from tracer.cli.main import main
 
-for name, config in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+for config in sys.argv[1:]:
     try:
-        main(["map", "check", name, "--host", "vllm", "--config", config])
+        main(["map", "check", "auto", "--host", "vllm", "--config", config])
     except SystemExit as end:
         print("exit", end.code)

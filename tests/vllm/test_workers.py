@@ -66,11 +66,10 @@ def test_a_compiled_engine_is_vacuous(engine: Build, checkpoint: Checkpoint, tmp
 
 
 def test_maps_fit_the_engines_own_classes(checkpoint: Checkpoint) -> None:
-    """`tracer map check --host vllm` resolves every map with bindings against the classes of the installed engine, from a
-    config alone."""
+    """`tracer map check --host vllm` finds the map of every class of the installed engine and resolves it, from a config
+    alone."""
     maps = {"Qwen3Moe": "qwen3_moe", "Qwen3": "qwen3", "Llama": "llama", "Mixtral": "mixtral", "Gemma2": "gemma2"}
-    arguments = [part for family in FAMILIES for part in (maps[family], str(checkpoint(family, "float32") / "config.json"))]
-    output = run_script("check_maps.py", *arguments)
+    output = run_script("check_maps.py", *(str(checkpoint(family, "float32") / "config.json") for family in FAMILIES))
     assert output.count("exit 0\n") == len(FAMILIES), output
     for family in FAMILIES:
         assert f"map {maps[family]}, host vllm, model {family}ForCausalLM" in output
