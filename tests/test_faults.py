@@ -17,6 +17,8 @@ from tests.planters.core import DISCRETE, INPUT, WEIGHT, Fault
 from tests.planters.faults import FAULTS
 from tracer.read.findings import BoundaryResult, Class, DiffResult, FindingCode, Kind, Verdict
 
+pytestmark = pytest.mark.newest  # the catalogue was measured with it
+
 TRACED = [fault for fault in FAULTS.values() if fault.kind == "trace"]
 DECIDED = {INPUT: Class.INPUT, WEIGHT: Class.WEIGHT, DISCRETE: Class.DISCRETE}
 FIRST_ALSO = {

@@ -35,7 +35,7 @@ PACKAGES: dict[str, set[str]] = {
     "read": NUMERIC,
     "scores": NUMERIC,
     "sessions": NUMERIC,
-    "reports": NUMERIC | {"rich"},
+    "reports": NUMERIC | {"rich", "jinja2", "markupsafe", "plotly"},
     "cli": NUMERIC | {"rich", "typer"},
     "facade": {"torch"},
     "__main__": set(),

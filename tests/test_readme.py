@@ -30,7 +30,7 @@ OWN_TEST = {"docs/how-to/write-a-map.md", "docs/how-to/trace-megatron.md", "docs
 FOUND = sorted(str(path.relative_to(ROOT)) for door in ("tutorial", "how-to") for path in (ROOT / "docs" / door).glob("*.md"))
 PAGES = ["README.md", *(page for page in FOUND if page not in OWN_TEST)]
 
-pytestmark = pytest.mark.host
+pytestmark = [pytest.mark.host, pytest.mark.slow]
 
 
 @dataclass
@@ -104,7 +104,7 @@ def run_page(page: str, folder: Path) -> None:
                 continue
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [PAGES[0], *(pytest.param(page, marks=pytest.mark.newest) for page in PAGES[1:])])
 def test_every_block_of_the_page_runs(page: str, folder: Path) -> None:
     """Everything a page tells the reader to run does run, and prints what the page shows."""
     run_page(page, folder)

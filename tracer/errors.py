@@ -37,6 +37,8 @@ class Code(str, Enum):
     BAD_ARGUMENT = "bad-argument"
     OUT_IN_USE = "out-in-use"
     NOT_A_TRACE = "not-a-trace"
+    NOT_A_RESULT = "not-a-result"
+    EXTRA_MISSING = "extra-missing"
     # maps
     MAP_UNKNOWN = "map-unknown"
     MAP_INVALID = "map-invalid"

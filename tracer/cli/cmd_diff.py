@@ -28,6 +28,7 @@ def diff(
     ] = "",
     everything: Annotated[bool, typer.Option("--all", help="Every boundary, finding and condition.")] = False,
     json: Annotated[str, typer.Option("--json", metavar="FILE", help="Write the whole result as JSON; - for standard output.")] = "",
+    html: Annotated[str, typer.Option("--html", metavar="FILE", help="Write a page to look at and to send on.")] = "",
 ) -> None:
     """Compare two traces: where do they part first, and in what way?
 
@@ -43,6 +44,10 @@ def diff(
         from tracer.reports.result_json import write_result
 
         write_result(result, json)
+    if html:
+        from tracer.reports.page import diff_page, write_page
+
+        write_page(diff_page(result), html)
     if json != "-":
         from tracer.reports.terminal import print_view
         from tracer.reports.view import view_diff

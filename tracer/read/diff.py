@@ -36,6 +36,7 @@ from tracer.read.opening import Progress, TraceLike, opened, summarize
 from tracer.read.outcomes import Judged, cells_of, compare_all, judge, result_of
 from tracer.read.own_checks import covered, first_noise, sided
 from tracer.read.pairing import pair_sides
+from tracer.read.token_map import draw_token_map
 from tracer.read.verdict import NOISE, Facts, classification, headline, next_step
 from tracer.read.weight_diff import compare_weights, weight_findings
 from tracer.read.wording import count, row_text, sequence_name
@@ -200,6 +201,7 @@ class _Comparing:
             boundaries=tuple(results),
             counts=self._counts(results),
             conditions=self.conditions,
+            token_map=draw_token_map(self.a, self.judged, scene.causes),
             a=summarize(self.a),
             b=summarize(self.b),
         )

@@ -23,10 +23,13 @@ __all__ = [
     "Finding",
     "FindingCode",
     "Kind",
+    "MapColumn",
+    "MapRow",
     "Place",
     "Root",
     "Side",
     "SideSummary",
+    "TokenMap",
     "Verdict",
 ]
 
@@ -255,6 +258,36 @@ class Counts(_Result, frozen=True, kw_only=True):
     """``a: padding`` -> rows."""
 
 
+class MapColumn(_Result, frozen=True, kw_only=True):
+    """A run of neighbouring tokens of side A, in its order: from (request, position) to (last_request, last_position), both included."""
+
+    request: str
+    position: int
+    last_request: str
+    last_position: int
+    tokens: int
+
+
+class MapRow(_Result, frozen=True, kw_only=True):
+    """One compared boundary over the columns of the map. The four tuples are parallel: the columns in which rows differ, how many
+    do, their largest relative distance (None: undefined, or no distance is kept; 0: below the sketch's resolution), and how many
+    are causal roots. In every other column all compared rows are bitwise equal, but for ``unseen``: nothing compared there."""
+
+    boundary: str
+    columns: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
+    largest: tuple[float | None, ...] = ()
+    roots: tuple[int, ...] = ()
+    unseen: tuple[int, ...] = ()
+
+
+class TokenMap(_Result, frozen=True, kw_only=True):
+    """Where in the model, and at which tokens, two sides differ: boundaries in causal order against tokens."""
+
+    columns: tuple[MapColumn, ...] = ()
+    rows: tuple[MapRow, ...] = ()
+
+
 class SideSummary(_Result, frozen=True, kw_only=True):
     """One trace, in a few words."""
 
@@ -288,5 +321,7 @@ class DiffResult(_Result, frozen=True, kw_only=True):
     counts: Counts = Counts()
     conditions: dict[str, dict[str, Any]] = {}
     """Conditions that differ: name -> {"a": ..., "b": ...}."""
+    token_map: TokenMap = TokenMap()
+    """Bounded: however many tokens were compared, a few hundred columns at most."""
     a: SideSummary
     b: SideSummary
