@@ -305,10 +305,13 @@ class Recorder:
         width, spans = placement.width, placement.spans
         if rows_NC.is_complex():
             width, spans = 2 * width, tuple((2 * start, 2 * stop) for start, stop in spans)
-        taken_RC = selection.take(rows_NC)
+        row_set, taken_RC = selection.rows, selection.take(rows_NC)
+        if spans and not rows_NC.shape[1]:  # it ran, and this process has no column of any row
+            none = np.zeros(0, np.int64)
+            row_set, taken_RC, spans = RowSet(none, none, call.record.number), rows_NC.new_zeros((0, 1)), ((0, 1),)
         observation = Observation(
             source.boundary,
-            selection.rows,
+            row_set,
             fingerprint_tensor(taken_RC, width=width, spans=spans),
             _dtype(rows_NC),
             width,
@@ -357,7 +360,7 @@ class Recorder:
         tally = self.tallies[self._scored]
         if tally.by_hand:
             return
-        whole = placement.spans in ((), ((0, placement.width),))
+        whole = not placement.axis and placement.spans in ((), ((0, placement.width),))
         self._score_slice = None if whole else self._host.mesh().axis(placement.axis)
         if placement.partial or (not whole and not self._shareable(placement)):
             tally.unavailable["columns are sharded in a way that no share of a score can be taken of"] += 1
