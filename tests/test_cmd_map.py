@@ -101,3 +101,12 @@ def test_wrong_usage_has_a_code(config: Path, tmp_path: Path) -> None:
         with pytest.raises(kind) as caught:
             run(*arguments)
         assert caught.value.code is code
+
+
+def test_check_that_cannot_run_says_so(config: Path) -> None:
+    """Module names of an engine come from its own classes: without it the check is not run, with the reason and the remedy."""
+    with pytest.raises(HostError) as caught:
+        run("check", "qwen3_moe", "--config", str(config), "--host", "vllm")
+    assert caught.value.code is Code.HOST_MISSING_PACKAGE
+    assert caught.value.what.startswith("not run: ")
+    assert caught.value.remedy

@@ -13,7 +13,6 @@ import torch
 import tracer
 from tests.small_model import SmallHost, SmallModel, read_back, small_map
 from tracer.errors import Code, UsageError
-from tracer.record.capture import TraceOptions
 from tracer.record.option_checks import position_filter, read_boundaries, read_level, read_tokens, rows_by_hand, weights_mode
 
 REFUSED: list[tuple[str, Any]] = [
@@ -23,6 +22,11 @@ REFUSED: list[tuple[str, Any]] = [
     *(("weights", value) for value in ("x", 5, ["digest"])),
     *(("sequences", value) for value in (5, "x", [1.5], [[2], 3])),
     *(("map", value) for value in (5, None)),
+    *(("dump", value) for value in (5, [], [1])),
+    *(("max_dump_bytes", value) for value in (-1, "1", 0.5)),
+    *(("perturb_ulps", value) for value in (-1, "1", 0.5)),
+    *(("pin", value) for value in (5, {}, {1: "x"})),
+    *((name, value) for name in ("plan", "against", "feed") for value in ("", 5)),
     *(("out", value) for value in ("", 5, b"x", "a\0b")),
 ]
 
@@ -55,11 +59,9 @@ def test_a_file_in_the_way_is_refused_on_entry(tmp_path: Path) -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_options_are_kept_as_plain_values() -> None:
-    """Iterators are read once, numbers of any kind become plain ones, one glob is a list of one."""
-    options = TraceOptions(tokens=iter([3, np.int64(1), torch.tensor(2)]), level=np.int64(2), boundaries="layers.*", sequences=iter([0, 4]))
-    assert (options.tokens, options.level, options.boundaries, options.sequences) == ((1, 2, 3), 2, ("layers.*",), [[4]])
-    assert (read_boundaries(None), read_boundaries(iter(["a", "b"])), read_level(0)) == (None, ("a", "b"), 0)
+def test_what_makes_sense_is_made_plain() -> None:
+    """One glob is a list of one, and every way to say a weights mode is one word."""
+    assert (read_boundaries(None), read_boundaries("a"), read_boundaries(iter(["a", "b"])), read_level(0)) == (None, ("a",), ("a", "b"), 0)
     assert [weights_mode(mode) for mode in (None, False, True, "rows")] == ["none", "none", "digest", "rows"]
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tracer.errors import CaptureError, Code, UsageError
 from tracer.format.schema import Sequence
+from tracer.format.token_keys import token_keys
 from tracer.record.host import Rows
 from tracer.record.tokens import (
     SequenceRegistry,
@@ -265,3 +266,20 @@ def test_what_says_nothing_of_documents_is_refused(told: Any) -> None:
 def test_lengths_skip_padding() -> None:
     """Documents lie in the columns that are no padding, wherever those are."""
     assert documents_from_lengths([[1, 2], [2]], 4, [[0, 1, 1, 1], [1, 0, 1, 0]]).tolist() == [-1, 0, 1, 1, 2, -1, 2, -1]
+
+
+def test_keys_are_known_as_far_as_the_ids_are() -> None:
+    """A token has its key once every id up to it is known, whatever order they came in; the keys are those of the reading side."""
+    registry = SequenceRegistry()
+    sequence = registry.open("s0", salt="adapter")
+    registry.record_ids(sequence, 0, [5, 6, 7])
+    registry.record_ids(sequence, 4, [9])
+    asked = np.full(5, sequence), np.arange(5)
+    key_N, known_N = registry.keys(*asked)
+    assert known_N.tolist() == [True, True, True, False, False]
+    registry.record_ids(sequence, 3, [8])
+    key_N, known_N = registry.keys(*asked)
+    assert known_N.all()
+    np.testing.assert_array_equal(key_N, token_keys([5, 6, 7, 8, 9], "adapter"))
+    padding_N, unknown_N = registry.keys(np.array([-1]), np.array([0]))
+    assert (padding_N.tolist(), unknown_N.tolist()) == ([0], [False])

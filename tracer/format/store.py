@@ -397,5 +397,5 @@ def _in_use(path: Path, found: str) -> UsageError:
         where=str(path),
         expected="a new folder, or one that the other processes of this run write to",
         found=found,
-        remedy="choose another out=; nothing existing is overwritten",
+        remedy="choose another out=; nothing existing is overwritten. Processes that share no process group need one TRACER_RUN_ID",
     )

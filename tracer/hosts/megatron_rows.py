@@ -138,10 +138,6 @@ class RowOrder:
     columns: int
     _known: dict[tuple[bool, tuple[int, int]], Rows] = field(default_factory=dict)
 
-    def none(self, count: int) -> Rows:
-        """``count`` rows of which none is to be recorded."""
-        return Rows(np.full(count, -1), np.zeros(count, np.int64))
-
     def ordered(self, sequence_first: bool, piece: tuple[int, int] = (0, 1)) -> Rows:
         """All rows, or piece ``piece[0]`` of ``piece[1]`` equal ones along S. The same object for the same order."""
         if self.batch == 1 and piece[1] == 1:

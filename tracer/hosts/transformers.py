@@ -384,5 +384,3 @@ def _cache_of(output: Any) -> Any:
     """The cache in a model's output, whatever its form."""
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
     return next((value for value in values if hasattr(value, "get_seq_length")), None)
-
-

@@ -45,9 +45,7 @@ class InputReader:
         self._model = model
         self._config = model.config.get_text_config()
 
-    def read(
-        self, number: int, given: Mapping[str, Any], cache: Any, shape: Shape, sequences: SequenceRegistry
-    ) -> tuple[Call, IntArray]:
+    def read(self, number: int, given: Mapping[str, Any], cache: Any, shape: Shape, sequences: SequenceRegistry) -> tuple[Call, IntArray]:
         """Forward ``number`` as the tracker wants it, and ``input.positions``: (N,), or (N, planes) for multi-axis rope.
 
         ``given``: arguments by name. ``cache``: the one given, if any."""
@@ -83,9 +81,7 @@ class InputReader:
         position_NP = position_BSP.reshape(batch * columns, position_BSP.shape[2])
         return call, position_NP[:, 0] if position_NP.shape[1] == 1 else position_NP
 
-    def _read_mask(
-        self, mask: Any, shape: Shape, sequences: SequenceRegistry
-    ) -> tuple[BoolArray, BoolArray | None, IntArray | None]:
+    def _read_mask(self, mask: Any, shape: Shape, sequences: SequenceRegistry) -> tuple[BoolArray, BoolArray | None, IntArray | None]:
         """Real tokens of this call (B, S), of the cache (B, P) where the mask covers it, and the first slot every row may
         attend to (B, S); None where the mask does not tell."""
         batch, columns, past = shape

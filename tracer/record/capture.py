@@ -10,9 +10,9 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,64 +22,33 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tracer.errors import CaptureError, Code, TracerError, UsageError
-from tracer.format.schema import FORMAT_VERSION, Boundary, BoundaryStatus, Manifest, Note, PolicyMark
+from tracer.format.dumps import DumpWriter
+from tracer.format.schema import FORMAT_VERSION, Boundary, BoundaryStatus, Manifest, Note, PolicyMark, SegmentInfo
 from tracer.format.store import ShardWriter
+from tracer.record.against import Against
 from tracer.record.boundaries import Plan, resolve
 from tracer.record.boundary_maps import load_boundary_map, map_for_root_class, require_served
+from tracer.record.dumping import Dumping, dump_globs
 from tracer.record.environment import run_conditions
 from tracer.record.forward_record import Watch
 from tracer.record.host import Host
+from tracer.record.intervention_plan import needed_boundaries, plan_interventions, told_interventions
+from tracer.record.interventions import Feed, Intervention, Nudge, unreached
 from tracer.record.map_entries import BoundaryMap
-from tracer.record.option_checks import (
-    check_map,
-    check_out,
-    position_filter,
-    read_boundaries,
-    read_level,
-    read_tokens,
-    rows_by_hand,
-    weights_mode,
-)
+from tracer.record.option_checks import position_filter, read_boundaries, read_tokens, rows_by_hand, weights_mode
+from tracer.record.options import TraceOptions
 from tracer.record.outbox import Outbox
 from tracer.record.readers import SourceReader
 from tracer.record.recompute import in_backward
 from tracer.record.recording import Recorder
 from tracer.record.run_identity import RunIdentity, agree_on_run
 from tracer.record.tallies import reason_of
-from tracer.record.tokens import SequenceRegistry, read_lengths
+from tracer.record.tokens import SequenceRegistry
 from tracer.record.weights import WeightSnapshot, fingerprint_weights, weights_changed
 
-__all__ = ["Trace", "TraceOptions"]
+__all__ = ["Trace"]
 
 _FORKED = "the process was forked while recording; the copy is not recorded"
-
-
-@dataclass(frozen=True)
-class TraceOptions:
-    """What the user asked for; see ``tracer.trace`` for every field."""
-
-    map: str | os.PathLike[str] | BoundaryMap = "auto"
-    out: str | os.PathLike[str] | None = None
-    level: int = 1
-    boundaries: str | Sequence[str] | None = None
-    tokens: slice | Iterable[int] | None = None
-    weights: str | bool | None = "digest"
-    strict: bool = False
-    sequences: Iterable[Any] | Callable[[tuple[Any, ...], Mapping[str, Any]], Iterable[Any] | None] | None = None
-
-    def __post_init__(self) -> None:
-        """Check everything that needs no model, and keep it as plain values. Raises UsageError (bad-argument)."""
-        check_map(self.map)
-        check_out(self.out)
-        weights_mode(self.weights)
-        plain = {
-            "level": read_level(self.level),
-            "boundaries": read_boundaries(self.boundaries),
-            "tokens": read_tokens(self.tokens),
-            "sequences": self.sequences if self.sequences is None or callable(self.sequences) else read_lengths(self.sequences),
-        }
-        for name, value in plain.items():
-            object.__setattr__(self, name, value)
 
 
 class Trace:
@@ -94,6 +63,9 @@ class Trace:
         self._version = version
         self._wanted = position_filter(read_tokens(options.tokens))
         self._weights_mode = weights_mode(options.weights)
+        self._globs = dump_globs(options.dump)
+        self._dumps: DumpWriter | None = None
+        self._savers: list[Dumping | Against] = []
         self._entered = False
         self._recording = False
         self._stop_reason = ""
@@ -219,7 +191,9 @@ class Trace:
             require_served(boundary_map, self._host.name, root_class, ancestors)
         classes = {path: type(module).__name__ for path, module in self._modules.items()}
         globs = read_boundaries(options.boundaries)
-        plan = resolve(boundary_map, self._host.name, classes, level=options.level, boundaries=globs, root_class=root_class)
+        asked = () if options.plan is None else tuple(rows.boundary for rows in options.plan.boundaries)
+        also = (*self._globs, *asked, *needed_boundaries(options))
+        plan = resolve(boundary_map, self._host.name, classes, level=options.level, boundaries=globs, also=also, root_class=root_class)
         plan.require_resolved()
         return plan
 
@@ -227,14 +201,39 @@ class Trace:
         """Everything that runs while recording, in the order it is taken down again, last first."""
         self._read_surroundings()
         with ExitStack() as stack:
-            self._outbox = Outbox(self._writer)
+            self._dumps = self._dump_writer()
+            self._outbox = Outbox(self._writer, self._dumps)
             stack.callback(self._outbox.close)
             self._registry = SequenceRegistry(self._outbox.open_sequence, self._outbox.add_ids)
-            self._recorder = Recorder(self._host, self._plan, self._registry, self._outbox, self._wanted)
+            self._savers = self._make_savers()
+            self._recorder = Recorder(self._host, self._plan, self._registry, self._outbox, self._wanted, self._savers)
+            self._interventions = plan_interventions(self._options, self._host, self._plan, self._recorder.running, self._registry)
             stack.callback(self._guarded, self._recorder.close)
             self._process = os.getpid()
             self._wire(stack)
             self._stack = stack.pop_all()
+
+    def _dump_writer(self) -> DumpWriter | None:
+        """What bytes are written with, None where nobody asked for any."""
+        options = self._options
+        asked = [f"dump={','.join(self._globs)}"] if self._globs else []
+        asked += ["plan"] if options.plan is not None else []
+        asked += [f"against {options.against.name}"] if options.against is not None else []
+        if not asked:
+            return None
+        identity, rank = self._identity, self._host.mesh().rank
+        return DumpWriter(identity.out, rank, identity.run_id, "; ".join(asked), self._options.max_dump_bytes, options.plan)
+
+    def _make_savers(self) -> list[Dumping | Against]:
+        """Raises UsageError (bad-argument)."""
+        options, boundaries = self._options, self._plan.boundaries
+        if self._dumps is None:
+            return []
+        max_bytes, left_out = options.max_dump_bytes, self._dumps.left_out
+        dumping = Dumping(
+            self._registry, self._outbox, boundaries, globs=self._globs, plan=options.plan, max_bytes=max_bytes, left_out=left_out
+        )
+        return [dumping] if options.against is None else [dumping, Against(options.against, boundaries, dumping)]
 
     def _read_surroundings(self) -> None:
         """Run conditions and weights. What goes wrong unforeseen costs them, not the run. Raises MapError, CaptureError."""
@@ -258,6 +257,7 @@ class Trace:
         root = self._host.root()
         stack.callback(register_optimizer_step_post_hook(self._optimizer_stepped).remove)
         stack.callback(root.register_forward_pre_hook(self._root_begins, with_kwargs=True, prepend=True).remove)
+        self._intervene(stack, [entry for entry in self._interventions if isinstance(entry, Nudge)])
         for (module, before), watch in _watches(self._recorder.readers, self._modules):
             if before:
                 stack.callback(module.register_forward_pre_hook(self._hook_before(watch), with_kwargs=True).remove)
@@ -265,7 +265,13 @@ class Trace:
                 stack.callback(module.register_forward_hook(self._hook_after(watch), with_kwargs=True).remove)
         taps = [reader.source for reader in self._recorder.readers if reader.source.tap]
         stack.enter_context(self._host.taps(taps, self._tapped))
+        self._intervene(stack, [entry for entry in self._interventions if not isinstance(entry, Nudge)])
         stack.callback(root.register_forward_hook(self._root_ends, with_kwargs=True, always_call=True).remove)
+
+    def _intervene(self, stack: ExitStack, interventions: Iterable[Intervention]) -> None:
+        """Hooks of interventions. A nudge comes before what records the boundary, what replaces values after it."""
+        for entry in interventions:
+            entry.install(self._modules[entry.reader.source.module], stack, lambda error: self._stop(reason_of(error)))
 
     # ------------------------------------------------------------------------------------------------ hooks
 
@@ -391,6 +397,11 @@ class Trace:
         if registry.unused_requests():
             text = f"no forward took the request names {', '.join(registry.unused_requests()[:8])}"
             self._notes.append(Note(code="requests-unused", text=text))
+        if self._recorder.forwards:
+            self._incomplete = self._incomplete or unreached(self._interventions)
+        dumps: tuple[SegmentInfo, ...] = ()
+        if self._dumps is not None and self._outbox.failure is None:
+            dumps = self._dumps.finish()
         declared = [*recorder.left_out(), *host.not_computed()]
         weights, weights_after = self._weights.weights, "unknown"
         try:
@@ -416,8 +427,11 @@ class Trace:
             weights=weights,
             weights_after=weights_after,
             policies=tuple(self._policies),
+            dumps=dumps,
+            interventions=told_interventions(self._options, self._interventions),
+            replaced={entry.boundary: entry.source for entry in self._interventions if isinstance(entry, Feed)},
             conditions={**self._conditions, "optimizer_steps": self._optimizer_steps},
-            notes=(*self._notes, *registry.notes, *recorder.notes()),
+            notes=(*self._notes, *registry.notes, *recorder.notes(), *(note for saver in self._savers for note in saver.notes())),
             complete=not self._incomplete,
             incomplete_reason=self._incomplete,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -14,7 +14,18 @@ from tracer.record.forward_record import PositionFilter
 from tracer.record.host import IntArray
 from tracer.record.map_entries import BoundaryMap
 
-__all__ = ["check_map", "check_out", "position_filter", "read_boundaries", "read_level", "read_tokens", "rows_by_hand", "weights_mode"]
+__all__ = [
+    "check_map",
+    "check_path",
+    "check_pin",
+    "position_filter",
+    "read_boundaries",
+    "read_count",
+    "read_level",
+    "read_tokens",
+    "rows_by_hand",
+    "weights_mode",
+]
 
 
 def read_tokens(tokens: object) -> slice | tuple[int, ...] | None:
@@ -64,15 +75,22 @@ def read_level(level: object) -> int:
     return int(level)
 
 
-def read_boundaries(boundaries: object) -> tuple[str, ...] | None:
-    """``boundaries=`` as globs, None where the level chooses. One string is one glob."""
+def read_boundaries(boundaries: object, name: str = "boundaries") -> tuple[str, ...] | None:
+    """``boundaries=`` or ``dump=`` as globs, None where none are given. One string is one glob."""
     given = [boundaries] if isinstance(boundaries, str) else boundaries
     if given is None:
         return None
     globs = tuple(given) if isinstance(given, Iterable) else ()
     if not globs or not all(isinstance(glob, str) and glob for glob in globs):
-        raise _refused("boundaries= takes globs over boundary names", 'one or a list of them: ["layers.*.attn.out"]', boundaries)
+        raise _refused(f"{name}= takes globs over boundary names", 'one or a list of them: ["layers.*.attn.out"]', boundaries)
     return globs
+
+
+def read_count(count: object, name: str) -> int:
+    """A whole number, 0 or more."""
+    if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 0:
+        raise _refused(f"{name}= is a count", "a whole number, 0 or more", count)
+    return int(count)
 
 
 def check_map(given: object) -> None:
@@ -81,12 +99,19 @@ def check_map(given: object) -> None:
         raise _refused("map= is no boundary map", '"auto", a name, a path to a YAML file, or what load_boundary_map gave', given)
 
 
-def check_out(out: object) -> None:
-    """``out=`` can be the path of a folder."""
-    path = os.fspath(out) if isinstance(out, os.PathLike) else out
-    if path is not None and (not isinstance(path, str) or not path or "\0" in path):
-        remedy = "leave out= away for traces/<UTC>-<host>-<run id>"
-        raise _refused("out= is no path", "the path of a folder that does not exist yet", out, remedy)
+def check_path(path: object, name: str, remedy: str = "") -> None:
+    """``out=``, ``against=`` and their like can be a path, or are None."""
+    plain = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if plain is not None and (not isinstance(plain, str) or not plain or "\0" in plain):
+        raise _refused(f"{name}= is no path", "a string or a Path that is not empty", path, remedy)
+
+
+def check_pin(pin: object) -> None:
+    """``pin=`` is a mapping of globs to paths, or None."""
+    if pin is not None and not (isinstance(pin, Mapping) and pin and all(isinstance(glob, str) and glob for glob in pin)):
+        raise _refused("pin= names the trace that choices are held to", '{"*.moe.topk_ids": DIR}', pin)
+    for path in pin.values() if isinstance(pin, Mapping) else ():
+        check_path(path, "pin")
 
 
 def rows_by_hand(values: object, positions: object) -> tuple[torch.Tensor, IntArray]:

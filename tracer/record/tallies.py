@@ -52,9 +52,7 @@ class PositionSet:
         """Take positions of one sequence out."""
         left = self.spans(sequence)
         for start, stop in removed:
-            left = [
-                piece for low, high in left for piece in ((low, min(high, start)), (max(low, stop), high)) if piece[0] < piece[1]
-            ]
+            left = [piece for low, high in left for piece in ((low, min(high, start)), (max(low, stop), high)) if piece[0] < piece[1]]
         self._spans[sequence] = left
 
     def spans(self, sequence: int) -> list[Span]:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from tracer.errors import CaptureError, Code, UsageError
 from tracer.format import schema
+from tracer.format.token_keys import PrefixKeys
 from tracer.record.host import IntArray, Rows
 
 __all__ = [
@@ -239,6 +240,7 @@ class SequenceRegistry:
         self._index: dict[tuple[str, str], int] = {}
         self._sequences: list[schema.Sequence] = []
         self._known: list[_Known] = []
+        self._keys: dict[int, PrefixKeys] = {}
         self._requests: list[str] = []
         self._lengths: DocumentLengths | None = None
         self.notes: list[schema.Note] = []
@@ -323,6 +325,21 @@ class SequenceRegistry:
             id_N[here] = known.id_T[position_N[here]]
             known_N[here] = known.known_T[position_N[here]]
         return id_N, known_N
+
+    def keys(self, sequence_N: IntArray, position_N: IntArray) -> tuple[npt.NDArray[np.uint64], BoolArray]:
+        """Token keys at (sequence, position), and whether every id up to there is known: both (N,)."""
+        key_N, known_N = np.zeros(len(sequence_N), np.uint64), np.zeros(len(sequence_N), bool)
+        for sequence in np.unique(sequence_N[sequence_N >= 0]).tolist():
+            here = np.flatnonzero(sequence_N == sequence)
+            known = self._known[sequence]
+            prefix = self._keys.setdefault(sequence, PrefixKeys(self._sequences[sequence].salt))
+            start, stop = len(prefix.keys), min(int(position_N[here].max()) + 1, len(known.id_T))
+            unknown = np.flatnonzero(~known.known_T[start:stop])
+            prefix.extend(known.id_T[start : start + int(unknown[0]) if len(unknown) else max(stop, start)])
+            here = here[(position_N[here] >= 0) & (position_N[here] < len(prefix.keys))]
+            key_N[here] = [prefix.keys[position] for position in position_N[here].tolist()]
+            known_N[here] = True
+        return key_N, known_N
 
     def name_requests(self, names: Iterable[str]) -> None:
         """Names for the sequences of the next forward, in batch order. Names that no forward took are noted and replaced.
