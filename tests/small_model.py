@@ -167,8 +167,8 @@ class SmallHost:
         mask, start = kwargs.get("mask"), kwargs.get("start", 0)
         mask_BS = np.ones_like(ids_BS) if mask is None else mask.numpy()
         self.batches += not start
-        lengths = sequences.document_lengths(len(ids_BS))
-        document_N = documents_from_mask(mask_BS) if lengths is None else documents_from_lengths(lengths, ids_BS.shape[1])
+        lengths = None if start else sequences.document_lengths(mask_BS)
+        document_N = documents_from_mask(mask_BS) if lengths is None else documents_from_lengths(lengths, ids_BS.shape[1], mask_BS)
         count = int(document_N.max(initial=-1)) + 1
         names = sequences.take_requests(count) if not start else [""] * count
         sequence_D = [sequences.open(f"b{self.batches}.r{d}", request=names[d]) for d in range(count)]

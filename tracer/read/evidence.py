@@ -96,10 +96,8 @@ class EvidenceGatherer:
         if grid:
             not_proven = ("that its rules (scales, clipping, which tensors) are those that were meant",)
             return Account(root, explanations, _class(Class.QUANTIZATION, Confidence.HIGH, evidence, not_proven))
-        not_proven = ("that this explains everything that differs later",)
-        if lead is not None:
-            not_proven += ("that the quantization is as designed",)
-        return Account(root, explanations, _class(Class.WEIGHT, Confidence.HIGH, evidence, not_proven))
+        open_points = ["that this explains everything that differs later", *(["that the quantization is as designed"] if lead else [])]
+        return Account(root, explanations, _class(Class.WEIGHT, Confidence.HIGH, evidence, open_points))
 
     def _choice(self, root: Root) -> Account:
         name = root.place.boundary

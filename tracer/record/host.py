@@ -152,7 +152,8 @@ class Host(Protocol):
         """The module whose ``forward`` delimits one forward of the run."""
 
     def root_class(self) -> str:
-        """Class name of the loaded root module, wrappers looked through; picks the map with ``map="auto"``."""
+        """Class name of the loaded root module, wrappers looked through; picks the map with ``map="auto"``. What tells
+        families of one class apart may follow in brackets. Where no map knows the class, those it derives from are tried."""
 
     def modules(self) -> Mapping[str, torch.nn.Module]:
         """Module by path as maps write it (wrapper prefixes stripped), shared modules under every name."""

@@ -9,6 +9,7 @@ Shape suffixes: N rows of a leaf, R those of them that are recorded, C columns h
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -51,6 +52,7 @@ _OUTSTANDING = 64
 """Forwards with checkpointed regions that a recomputation may still belong to."""
 _COUNTED = {
     "outside-forward": "{n} calls of watched modules outside any forward of the root module were not recorded",
+    "other-thread": "{n} calls of watched modules from other threads than the forward's were not recorded",
     "recompute-unattributed": "{n} recomputed module calls were not recorded: the forward they belong to could not be told",
     "scores-dropped": "{n} last rows waited too long for their next token; their log probability was not recorded",
 }
@@ -223,6 +225,9 @@ class Recorder:
             if record is None:
                 if not (self._skipping or watch.after_root):
                     self.counted["outside-forward"] += 1
+                return None
+            if record is self._current and record.thread != threading.get_ident():
+                self.counted["other-thread"] += 1
                 return None
             if record.grad and self._finder.note_first_pass(record, args, kwargs) and not record.checkpointed:
                 record.checkpointed = True
@@ -435,10 +440,12 @@ class Recorder:
     def boundaries(self, weights: Mapping[str, tuple[str, ...]], declared: Sequence[NotComputed]) -> tuple[Boundary, ...]:
         """Every boundary with its verdict. ``weights``: semantic names per boundary; ``declared``: rows the host never computed."""
         modules = {source.boundary: source.module for source in self._plan.sources if source.derived != "host"}
+        skipped = "; ".join(f"{n} skipped: {reason}" for reason, n in self._skipped_forwards.items())
+        no_forward = skipped or self._host.compiled_reason("")
         finished = []
         for name, tally in self.tallies.items():
             silent = "" if tally.executions or name not in modules else self._host.compiled_reason(modules[name])
-            boundary = tally.finish(self.forwards, self.rows, silent, declared, self._registry)
+            boundary = tally.finish(self.forwards, self.rows, silent if self.forwards else no_forward, declared, self._registry)
             finished.append(msgspec.structs.replace(boundary, weights=weights.get(name, boundary.weights)))
         return tuple(finished)
 
