@@ -205,9 +205,9 @@ def _explanation(boundary: str, found: Found, source: str) -> Explanation:
         boundary=boundary,
         shape=found.shape,
         text=found.text,
-        parameters=found.parameters,
+        parameters={name: value.item() if isinstance(value, np.generic) else value for name, value in found.parameters.items()},
         source=source,
         rows_fitted=found.fitted,
         rows_tested=found.tested,
-        misfit=found.misfit,
+        misfit=None if found.misfit is None else float(found.misfit),
     )
