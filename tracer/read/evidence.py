@@ -26,7 +26,6 @@ from tracer.read.findings import (
     DumpLine,
     Explanation,
     Root,
-    Shape,
 )
 from tracer.read.logical import LogicalTrace
 from tracer.read.matched import EPSILON
