@@ -31,7 +31,7 @@ from tracer.read.shapes import Found, kept_length, one_sided, some_columns, valu
 from tracer.read.weight_diff import WeightComparison
 from tracer.read.weight_shapes import weight_shapes
 
-__all__ = ["NOT_NOISE", "SYSTEMATIC", "Material", "explain_boundary", "explain_weights"]
+__all__ = ["SYSTEMATIC", "Material", "explain_boundary", "explain_weights"]
 
 I64 = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -43,8 +43,6 @@ SYSTEMATIC = frozenset(
     }
 )  # fmt: skip
 """Shapes of values that rounding to nearest never has."""
-
-NOT_NOISE = SYSTEMATIC | {Shape.SOME_EXPERTS, Shape.FIRST_TOKEN, Shape.GROWS}
 
 _LAYER = re.compile(r"^layers\.(\d+)\.(.*)$")
 
