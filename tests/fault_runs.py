@@ -9,12 +9,14 @@ import re
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import tracer
 from tests.planters.core import Fault
 from tests.planters.faults import FAULTS
+from tests.planters.inputs import Inputs
 from tracer.format.dumps import DumpPlan, write_plan
 from tracer.read.dump_plans import make_dump_plan
 from tracer.read.findings import BoundaryResult, Class, DiffResult
@@ -34,7 +36,7 @@ TOKENS = {
     "F05b": "all of f0.r0.d1",
     "F53": "all but 0",  # a single key leaves attention nothing to sum
 }
-DECLARED = {
+DECLARED: dict[str, dict[str, Any]] = {
     "F48": {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}},
     "F49": {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}},
     "F50": {"kv_cache_dtype": "fp8_e4m3"},
@@ -190,7 +192,7 @@ def run_fault(fault: Fault, folder: Path) -> FaultRun:
     return run
 
 
-def _trace(sides: tuple, folder: Path, names: tuple[str, str], **options: object) -> None:  # type: ignore[type-arg]
+def _trace(sides: tuple[Any, Any, Inputs, Inputs], folder: Path, names: tuple[str, str], **options: Any) -> None:
     model_a, model_b, inputs_a, inputs_b = sides
     for name, model, inputs in ((names[0], model_a, inputs_a), (names[1], model_b, inputs_b)):
         with tracer.trace(model, out=folder / name, **{"level": 2, **options}):

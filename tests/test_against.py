@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def changed(part: str) -> SmallModel:
     return model
 
 
-def against(folder: Path, name: str, model: SmallModel, **options: object) -> Dumps:
+def against(folder: Path, name: str, model: SmallModel, **options: Any) -> Dumps:
     """Record a model against the other side."""
     return read_dumps(record(folder, name, model, against=folder / "a", **options))
 

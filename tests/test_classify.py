@@ -101,11 +101,15 @@ CASES: dict[str, tuple[dict[str, Any], Class, Confidence]] = {
     ),
     "dropout": ({"leads": [Lead("dropout", "B has active dropout", Class.INPUT)]}, Class.INPUT, Confidence.MEDIUM),
     "declared and on its grid": (
-        {"leads": [Lead("quantization", "B declares quantization (x), A not")], "explanations": [shape(Shape.GRID, side="b", scale="row")]},
+        {"leads": [Lead("quantization", "B declares it")], "explanations": [shape(Shape.GRID, side="b", dtype="float8_e4m3fn")]},
         Class.QUANTIZATION, Confidence.HIGH,
     ),
+    "declared, and rounded to bfloat16": (
+        {"leads": [Lead("quantization", "B declares it")], "explanations": [shape(Shape.GRID, side="b", dtype="bfloat16")]},
+        Class.UNLOCALIZED, Confidence.LOW,
+    ),
     "declared by the other side": (
-        {"leads": [Lead("quantization", "A declares quantization (x), B not")], "explanations": [shape(Shape.GRID, side="b", scale="row")]},
+        {"leads": [Lead("quantization", "A declares it")], "explanations": [shape(Shape.GRID, side="b", dtype="float8_e4m3fn")]},
         Class.UNLOCALIZED, Confidence.LOW,
     ),
 }  # fmt: skip

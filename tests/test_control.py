@@ -68,10 +68,13 @@ def test_a_control_whose_inputs_differ_says_nothing() -> None:
 
 def test_a_control_that_lacks_the_boundary_says_so() -> None:
     """Not recorded there, or without these rows: unclear, never fallen."""
-    for change in (lambda side: side.drop(NAME), lambda side: side.drop_rows("s0:3", "s1:2")):
+    for whole in (True, False):
         wide = control(0.0)
         for side in wide:
-            change(side)
+            if whole:
+                side.drop(NAME)
+            else:
+                side.drop_rows("s0:3", "s1:2")
         result = compared(wide)
         assert result.control is not None
         assert result.control.outcome is ControlOutcome.UNCLEAR

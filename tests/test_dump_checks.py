@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.sides import Side
@@ -29,9 +31,9 @@ def other_side() -> Side:
     return side
 
 
-def checked(side: Side, which: Which, plan: DumpPlan | None, **more: object) -> list[Finding]:
+def checked(side: Side, which: Which, plan: DumpPlan | None, **more: Any) -> list[Finding]:
     """Findings about a side's dumps."""
-    return check_dumps(Dumps(side.trace(), {}, plan=plan, **more), which)  # type: ignore[arg-type]
+    return check_dumps(Dumps(side.trace(), {}, plan=plan, **more), which)
 
 
 def test_a_run_with_the_recorded_rows_is_reproducible(plan: DumpPlan) -> None:

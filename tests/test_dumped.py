@@ -33,7 +33,8 @@ def test_rows_are_those_that_the_model_had(whole: Path, full: Full) -> None:
     experts = dumps.boundaries["layers.1.moe.expert_out"]
     assert experts.expert_R is not None
     for row in range(len(experts)):
-        wanted_row = full.values["layers.1.moe.expert_out"][(*experts.label(row), int(experts.expert_R[row]))]
+        place = (*experts.label(row), int(experts.expert_R[row]))
+        wanted_row = full.values["layers.1.moe.expert_out"][place]
         np.testing.assert_array_equal(experts.float32_RC[row], wanted_row.float().numpy())
 
 

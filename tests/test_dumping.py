@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
 
 
 def record(
-    folder: Path, name: str, model: torch.nn.Module | None = None, *, ids: torch.Tensor = IDS, ids_known: bool = True, **options: object
+    folder: Path, name: str, model: torch.nn.Module | None = None, *, ids: torch.Tensor = IDS, ids_known: bool = True, **options: Any
 ) -> Path:
     """Trace one masked forward of the small model; its output is the same with and without."""
     model = model or SmallModel()
@@ -28,7 +29,7 @@ def record(
     host = SmallHost(model, ids_known=ids_known)
     with torch.no_grad():
         plain = model(ids)["logits"]
-        with tracer.trace(model, map=small_map(folder), out=folder / name, host=host, strict=True, **options) as t:  # type: ignore[arg-type]
+        with tracer.trace(model, map=small_map(folder), out=folder / name, host=host, strict=True, **options) as t:
             t.requests(["x", "y"])
             assert torch.equal(model(ids, mask=mask)["logits"], plain)
     return folder / name
@@ -45,7 +46,7 @@ def test_nothing_is_saved_unless_asked_for(tmp_path: Path) -> None:
 def test_whole_boundaries_are_saved_by_glob(tmp_path: Path) -> None:
     """dump= saves every recorded row of a boundary, above the level too; ``layers.*.`` means any layer and nothing inside it."""
     model = SmallModel()
-    seen = {}
+    seen: dict[str, torch.Tensor] = {}
     handle = model.layer(1).register_forward_hook(lambda module, args, output: seen.update(residual=output))
     dumps = read_dumps(record(tmp_path, "a", model, level=0, dump=["embedding", "layers.*.residual", "layers.1.mlp.gate_up", "scorer.*"]))
     handle.remove()
@@ -75,7 +76,7 @@ def test_the_cap_bounds_what_is_saved_and_says_what_it_left_out(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("options", [{"dump": "layers.*.nothing"}, {"max_dump_bytes": -1}])
-def test_what_makes_no_sense_is_refused(options: dict[str, object], tmp_path: Path) -> None:
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
     """A glob that matches nothing recorded and a negative cap are usage errors, and leave no folder."""
     with pytest.raises(UsageError) as caught:
         record(tmp_path, "bad", **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -30,21 +31,21 @@ from tracer.format.schema import FORMAT_VERSION, Sequence
 ROWS, COLUMNS = 3, 5
 
 
-def a_block(dtype: str, boundary: str = "residual", columns: int = COLUMNS, **changes: object) -> DumpBlock:
+def a_block(dtype: str, boundary: str = "residual", columns: int = COLUMNS, **changes: Any) -> DumpBlock:
     """A block of three whole rows."""
-    return DumpBlock(**{"boundary": boundary, "dtype": dtype, "width": columns, "forward": 0, "rows": ROWS, **changes})  # type: ignore[arg-type]
+    return DumpBlock(**{"boundary": boundary, "dtype": dtype, "width": columns, "forward": 0, "rows": ROWS, **changes})
 
 
-def add(writer: DumpWriter, block: DumpBlock, values: torch.Tensor, expert_N: np.ndarray | None = None) -> np.ndarray:  # type: ignore[type-arg]
+def add(writer: DumpWriter, block: DumpBlock, values: torch.Tensor, expert_N: np.ndarray | None = None) -> np.ndarray:
     """Add rows of sequence 1 from position 4 on; their raw bytes."""
-    raw: np.ndarray = values.contiguous().view(torch.uint8).numpy()  # type: ignore[type-arg]
+    raw: np.ndarray = values.contiguous().view(torch.uint8).numpy()
     digest = fingerprint_rows(raw, block.dtype, width=block.width, spans=block.spans).digest_N2
     writer.add(block, digest, raw, np.full(ROWS, 1), np.arange(4, 4 + ROWS), expert_N)
     return raw
 
 
-def a_writer(out: Path, **changes: object) -> DumpWriter:
-    writer = DumpWriter(out, 2, "run", "dump=*", 1000, **changes)  # type: ignore[arg-type]
+def a_writer(out: Path, **changes: Any) -> DumpWriter:
+    writer = DumpWriter(out, 2, "run", "dump=*", 1000, **changes)
     for label in ("s0", "s1"):
         writer.open_sequence(Sequence(label=label))
     return writer

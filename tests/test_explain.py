@@ -25,9 +25,9 @@ def explained(a: Side, b: Side, name: str = NAME, *, dumps: bool = False) -> lis
     x, y = a.trace(), b.trace()
     pairing = pair_sides(x, y)
     judged = {known: judge(comparison, Floors()) for known, comparison in compare_all(x, y, pairing, list(x.boundaries)).items()}
-    held = (dumps_of(a, x, name), dumps_of(b, y, name)) if dumps else (None, None)
+    held = (dumps_of(a, x, name), dumps_of(b, y, name)) if dumps else None
     catalogue = {info.name: info for info in merge_catalogues(x.catalogue, y.catalogue)}
-    return explain_boundary(Material(x, y, judged, differing_conditions(x, y), *held, catalogue=catalogue), name)
+    return explain_boundary(Material(x, y, judged, differing_conditions(x, y), held, catalogue), name)
 
 
 def changed(factor: object, name: str = NAME, *, moe: bool = False) -> tuple[Side, Side]:

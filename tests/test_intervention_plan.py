@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,13 +19,13 @@ from tracer.record.options import TraceOptions
 EMBEDDING = "embedding: {module: embed, layout: b s c}"
 
 
-def refusal(folder: Path, text: str, **options: object) -> TracerError:
+def refusal(folder: Path, text: str, **options: Any) -> TracerError:
     """How entering a trace of the small model with this map is refused."""
     model = SmallModel()
     with (
         pytest.raises(TracerError) as caught,
         tracer.trace(model, map=small_map(folder, text), out=folder / "x", host=SmallHost(model), **options),
-    ):  # type: ignore[arg-type]
+    ):
         pass
     assert not (folder / "x").exists()
     return caught.value

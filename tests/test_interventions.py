@@ -102,7 +102,7 @@ def test_every_block_shows_its_own_error(fed: Path) -> None:
     model = SmallModel(layers=2)
     with torch.no_grad():
         for layer in (0, 1):
-            model.layer(layer).mlp.down.bias += 0.5
+            model.layer(layer).mlp.down.bias.add_(0.5)
     with torch.no_grad(), tracer.trace(model, map=small_map(fed), out=fed / "b", host=SmallHost(model), weights=False, feed=fed / "a") as t:
         model(IDS[:, :4])  # the first four tokens of both, in one batch without padding
     result = tracer.diff_traces(fed / "a", t.path)
@@ -268,8 +268,11 @@ def test_pinning_refuses_what_it_cannot_do_right(tmp_path: Path) -> None:
 def test_an_intervention_that_never_happens_makes_the_trace_incomplete(fed: Path, tmp_path: Path) -> None:
     """A block that the run never enters was not fed, and the run is not the one that was asked for."""
     model = SmallModel()
-    model.layers.__dict__["_modules"]["1"].forward = lambda x: x
-    model.forward = lambda input_ids: {"logits": model.head(model.layer(0)(model.embed(input_ids)))}  # type: ignore[method-assign]
+
+    def forward(input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": model.head(model.layer(0)(model.embed(input_ids)))}
+
+    model.forward = forward  # type: ignore[method-assign, assignment]
     with torch.no_grad(), tracer.trace(model, map=small_map(tmp_path), out=tmp_path / "b", host=SmallHost(model), feed=fed / "a") as t:
         model(IDS[:1])
-    assert "the intervention never reached layers.1.residual" in t.incomplete
+    assert "the intervention never reached layers.1.residual" in tracer.open_trace(t.path).findings[0].text

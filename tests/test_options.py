@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
+import torch
 
-from tracer.errors import Code, UsageError
-from tracer.record.options import TraceOptions, position_filter, weights_mode
+from tracer.record.options import TraceOptions
 
 
 def test_nothing_is_asked_for_by_default() -> None:
@@ -15,21 +14,10 @@ def test_nothing_is_asked_for_by_default() -> None:
     assert (options.dump, options.plan, options.against, options.feed, options.pin, options.perturb_ulps) == (None,) * 5 + (0,)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "kept"), [(slice(2, 7, 2), [2, 4, 6]), ([5, 1, 5], [1, 5]), (range(3), [0, 1, 2]), (slice(7, None), [7, 8])]
-)
-def test_positions_are_chosen_from_the_start(tokens: object, kept: list[int]) -> None:
-    """Slices, ranges and lists of positions keep exactly those."""
-    wanted = position_filter(tokens)  # type: ignore[arg-type]
-    assert wanted is not None
-    assert np.flatnonzero(wanted(np.arange(9))).tolist() == kept
-
-
-def test_arguments_that_make_no_sense_are_refused() -> None:
-    """Positions from the end and unknown weight modes are usage errors."""
-    assert position_filter(None) is None
-    assert [weights_mode(given) for given in (True, False, None, "rows")] == ["digest", "none", "none", "rows"]
-    for act in (lambda: position_filter(slice(-3, None)), lambda: position_filter([-1]), lambda: weights_mode("all")):
-        with pytest.raises(UsageError) as caught:
-            act()
-        assert caught.value.code is Code.BAD_ARGUMENT
+def test_options_are_kept_as_plain_values() -> None:
+    """Iterators are read once, numbers of any kind become plain ones, one glob is a list of one."""
+    options = TraceOptions(
+        tokens=iter([3, np.int64(1), torch.tensor(2)]), level=np.int64(2), boundaries="layers.*", sequences=iter([0, 4]), dump="embedding"
+    )
+    assert (options.tokens, options.level, options.boundaries, options.sequences) == ((1, 2, 3), 2, ("layers.*",), [[4]])
+    assert options.dump == ("embedding",)

@@ -53,7 +53,7 @@ def test_columns_are_found_through_rounding() -> None:
 def moved(change: Side) -> Found | None:
     """The row permutation of layer 1's attention output."""
     x, y = Side().trace(), change.trace()
-    comparison = compare_boundary(*(side.boundaries["layers.1.attn.out"] for side in (x, y)), pair_sides(x, y).tokens)
+    comparison = compare_boundary(x.boundaries["layers.1.attn.out"], y.boundaries["layers.1.attn.out"], pair_sides(x, y).tokens)
     return row_permutation(comparison, comparison.differing, x.tokens)
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from tests.material import F64
 from tests.sides import Side
 from tracer.read.findings import Shape
 from tracer.read.logical import LogicalTrace
@@ -66,12 +67,12 @@ def test_later_documents_of_a_packed_row() -> None:
 def test_growth_with_the_position() -> None:
     """A distance that grows with the position, over ranks and not single values; noise does not grow."""
     position = np.arange(1, 200)
-    noise = np.random.default_rng(0).uniform(0.5, 1.5, 199)
-    found = grows(position, 1e-4 * position * noise)
+    noise: F64 = np.random.default_rng(0).uniform(0.5, 1.5, 199)
+    found = grows(position, np.asarray(1e-4 * position * noise, np.float64))
     assert found is not None
     assert "grows with position" in found.text
     assert grows(position, noise) is None
-    assert grows(position[:8], 1e-4 * position[:8]) is None
+    assert grows(position[:8], noise[:8]) is None
 
 
 def test_experts_to_blame() -> None:

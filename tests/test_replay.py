@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,8 +35,8 @@ def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return t.path
 
 
-def replay(module: nn.Module, dump: Path, boundary: str = "layers.1.mlp.out", **more: object) -> ReplayResult:
-    return tracer.replay_operator(module, dump, boundary, **more)  # type: ignore[arg-type]
+def replay(module: nn.Module, dump: Path, boundary: str = "layers.1.mlp.out", **more: Any) -> ReplayResult:
+    return tracer.replay_operator(module, dump, boundary, **more)
 
 
 def test_the_module_that_was_dumped_gives_the_dumped_bits(dump: Path) -> None:
@@ -52,8 +53,8 @@ def test_another_module_shows_its_own_error(dump: Path) -> None:
     """A fault in the module alone is seen with its size; another dtype is cast, compared by value and named."""
     mlp = SmallModel().layer(1).mlp
     with torch.no_grad():
-        mlp.down.weight *= 1.25
-        mlp.down.bias *= 1.25
+        mlp.down.weight.mul_(1.25)
+        mlp.down.bias.mul_(1.25)
     found = replay(mlp, dump, inputs=["layers.1.mlp.in"])
     assert found.rows_equal == 0
     assert found.relative_error == pytest.approx(0.25, rel=1e-5)

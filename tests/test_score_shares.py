@@ -20,9 +20,9 @@ def shares_of(logits_NV: torch.Tensor, ids: list[int], cuts: list[int]) -> np.nd
     return np.concatenate(parts, axis=1)
 
 
-@given(cuts=st.lists(st.integers(1, 39), min_size=1, max_size=5, unique=True).map(sorted), seed=st.integers(0, 99))
+@given(cuts=st.lists(st.integers(1, 39), min_size=1, max_size=5).map(sorted), seed=st.integers(0, 99))
 def test_any_cut_gives_the_score_of_the_whole(cuts: list[int], seed: int) -> None:
-    """Shares of uneven slices of the vocabulary make what log softmax over all of it gives, up to float32 rounding."""
+    """Shares of uneven slices of the vocabulary, empty ones too, make what log softmax over all of it gives, up to float32 rounding."""
     logits_NV = torch.randn(6, 40, generator=torch.Generator().manual_seed(seed)) * 20
     ids = [0, 39, 7, 20, 13, 1]
     share_NC = shares_of(logits_NV, ids, [0, *cuts, 40])

@@ -60,6 +60,8 @@ def test_weights_that_are_partly_known() -> None:
     later = one_element()
     later.set_weight("lm_head.weight", 1)
     assert "inputs and the weights up to here identical" in compared(later).headline
+    later.set_weight("final_norm.weight", 0, unknown="repacked")
+    assert "the weights up to here identical as far as known (1 weight not)" in compared(later).headline
 
 
 def test_could_not_tell_names_the_first_reason_and_what_is_equal() -> None:

@@ -56,7 +56,8 @@ def _said(run: FaultRun) -> list[str]:
     evidence = [] if found is None else list(found.evidence)
     pattern = EXPLAINED.get(run.fault.id)
     fitting = [text for text in evidence if pattern and re.search(pattern, text, re.DOTALL)]
-    return [text.replace("|", "\\|") for text in (fitting or evidence[-1:])]
+    control = [run.last.control.text] if run.last.control is not None else []
+    return [text.replace("|", "\\|") for text in (fitting or control or evidence[-1:])]
 
 
 def table(runs: list[FaultRun]) -> str:

@@ -92,14 +92,18 @@ def trace(
 ) -> Trace | RemoteTrace:
     """A context manager that records the model's forwards: ``with trace(model) as t: model(**batch)``.
 
-    ``map``: ``"auto"`` (by the class of the model), a map's name or file, or a loaded ``BoundaryMap``.
+    ``map``: ``"auto"`` (by the class of the model, or the nearest it derives from), a map's name or file, or a loaded
+    ``BoundaryMap``; a map that lists classes is refused for any other.
     ``out``: a folder that does not hold another run (``TRACER_OUT`` overrides; default ``traces/<UTC>-<host>-<run id>``,
     printed at exit). ``level``: 0 coarse, 1, 2 everything; ``boundaries``: globs over names that choose instead.
     ``tokens``: positions to keep per sequence (slice, range or list of positions from 0 on); the others are declared
     not computed. ``weights``: ``"digest"``, ``"rows"`` or ``False``. ``host``, ``mesh``: override what is found out.
     ``strict``: a failure of the tracer is raised instead of only making the trace incomplete.
     ``sequences``: where packed rows begin, if the model is not told: cu_seqlens of one packed row, or per batch row the
-    lengths of its documents, or a function of a call's (args, kwargs) that gives either.
+    lengths of its documents, or a function of a call's (args, kwargs) that gives either. They add up to the tokens of
+    every row; where they do not, the recording stops.
+
+    Any thread may run the model, one forward at a time.
 
     Bytes, of which nothing is saved by default. ``dump``: globs of boundaries to save whole (``layers.*.`` is any layer), which
     are then recorded whatever the level. ``plan``: a file of ``tracer diff A B --plan FILE``; its rows are saved (``TRACER_PLAN``
@@ -111,18 +115,22 @@ def trace(
     ``pin``: glob of choices -> trace whose choices they are held to, ``{"*.moe.topk_ids": DIR}``. ``perturb_ulps``: every value
     of the embedding moved by so many units in the last place, up or down by token.
 
-    Raises HostError (no host claims the model), UsageError (bad-argument). Entering raises MapError (the map is unknown,
-    malformed or does not fit), UsageError (out-in-use, intervention-refused), CaptureError (write-failed). A forward that an
-    intervention cannot be carried out in raises UsageError (intervention-refused).
+    Raises HostError (no host claims the model), UsageError (bad-argument: any argument). Entering raises MapError (the map is
+    unknown, malformed or does not fit), UsageError (bad-argument, out-in-use, intervention-refused), CaptureError
+    (write-failed). A forward that an intervention cannot be carried out in raises UsageError (intervention-refused).
     """
     from tracer.format.dumps import read_plan
     from tracer.hosts import find_host, find_processes
     from tracer.record.capture import Trace
+    from tracer.record.option_checks import check_path, check_pin
     from tracer.record.options import TraceOptions
     from tracer.record.overrides import overridden
     from tracer.record.remote import RemoteTrace
 
     plan = os.environ.get("TRACER_PLAN") or plan
+    for name, path in (("plan", plan), ("against", against), ("feed", feed)):
+        check_path(path, name)
+    check_pin(pin)
     map, level, boundaries = overridden(map, level, boundaries)
     options = TraceOptions(
         map=map,

@@ -355,11 +355,13 @@ class ColumnFile:
             raise invalid("malformed header", found=str(error)) from error
         return cls(path, size_bytes, header, lines, {column.name: column for column in columns}, offsets)
 
-    def column(self, name: str) -> Array:
-        """One column, whole: mapped, read-only, not checked against anything but its layout. Raises
-        ``TraceFormatError`` (segment-invalid) where the file has vanished since it was opened."""
-        column, lines, offset = self._columns[name], self.lines[name], self._offsets[name]
-        count = lines * max(column.inner, 1)
+    def column(self, name: str, start: int = 0, stop: int | None = None) -> Array:
+        """Lines ``start:stop`` of one column, by default all: mapped, or just these read where no more files can be mapped;
+        read-only, not checked against anything but its layout. Raises ``TraceFormatError`` (segment-invalid) where the file
+        has vanished since it was opened."""
+        column = self._columns[name]
+        lines = max((self.lines[name] if stop is None else min(stop, self.lines[name])) - start, 0)
+        count, offset = lines * max(column.inner, 1), self._offsets[name] + start * column.line_bytes
         if not count:
             return np.empty(column.shape(0), column.dtype)
         try:

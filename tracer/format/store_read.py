@@ -66,7 +66,8 @@ _FILE = re.compile(rf"segment-.*\.safetensors|{re.escape(WEIGHTS_NAME)}")
 
 @dataclass(eq=False)
 class Segment:
-    """One finished segment. Columns are mapped on first use, read-only, and named as in ``schema``."""
+    """One finished segment. Columns are mapped on first use, read-only, and named as in ``schema``. What says which rows there
+    are is kept; of the fingerprints, which may be many, each block's are looked up when they are asked for."""
 
     file: ColumnFile
     info: SegmentInfo | None = None
@@ -108,36 +109,6 @@ class Segment:
         return self.file.column("lists")
 
     @cached_property
-    def digest(self) -> U64:
-        """uint64 (N, 2)"""
-        return self.file.column("digest")
-
-    @cached_property
-    def sketch(self) -> Array:
-        """float32 (M, 16)"""
-        return self.file.column("sketch")
-
-    @cached_property
-    def sum_squares(self) -> Array:
-        """float64 (M,)"""
-        return self.file.column("sum_squares")
-
-    @cached_property
-    def abs_max(self) -> Array:
-        """float32 (M,)"""
-        return self.file.column("abs_max")
-
-    @cached_property
-    def nonfinite(self) -> Array:
-        """uint32 (M,)"""
-        return self.file.column("nonfinite")
-
-    @cached_property
-    def values(self) -> Array:
-        """int64 (V,)"""
-        return self.file.column("values")
-
-    @cached_property
     def ids_sequence(self) -> Array:
         """int32 (I,)"""
         return self.file.column("ids.sequence")
@@ -166,7 +137,12 @@ class Segment:
 
     def block_digest(self, block: Block) -> U64:
         """uint64 (B, 2)"""
-        return self.digest[block.digest_start : block.digest_start + block.row_count]
+        return self.file.column("digest", block.digest_start, block.digest_start + block.row_count)
+
+    def block_statistic(self, block: Block, name: str) -> Array:
+        """``sketch`` (float32), ``sum_squares`` (float64), ``abs_max`` (float32) or ``nonfinite`` (uint32) of a block that has
+        statistics: (B,), the sketch (B, 16)."""
+        return self.file.column(name, block.stats_start, block.stats_start + block.row_count)
 
     def block_values(self, block: Block) -> Array | None:
         """Raw values, int64 (B, columns held), None where none are kept."""
@@ -174,18 +150,17 @@ class Segment:
             return None
         columns = held_columns(block)
         stop = block.values_start + block.row_count * columns
-        return self.values[block.values_start : stop].reshape(block.row_count, columns)
+        return self.file.column("values", block.values_start, stop).reshape(block.row_count, columns)
 
     def block_fingerprints(self, block: Block) -> Fingerprints:
         """Everything kept of a block's rows; touches all of its columns."""
-        window = slice(block.stats_start, block.stats_start + block.row_count)
         kept = block.stats_start >= 0
         return Fingerprints(
             digest_N2=self.block_digest(block),
-            sketch_N16=self.sketch[window] if kept else None,
-            sum_squares_N=self.sum_squares[window] if kept else None,
-            abs_max_N=self.abs_max[window] if kept else None,
-            nonfinite_N=self.nonfinite[window] if kept else None,
+            sketch_N16=self.block_statistic(block, "sketch") if kept else None,
+            sum_squares_N=self.block_statistic(block, "sum_squares") if kept else None,
+            abs_max_N=self.block_statistic(block, "abs_max") if kept else None,
+            nonfinite_N=self.block_statistic(block, "nonfinite") if kept else None,
             values_NC=self.block_values(block),
         )
 
@@ -207,7 +182,7 @@ class WeightRows:
     def fingerprints(self, start: int, rows: int) -> Fingerprints:
         """Lines ``start .. start + rows``, of every column."""
         digest, sketch, sum_squares, abs_max, nonfinite = (
-            self.file.column(name)[start : start + rows] for name in ("digest", "sketch", "sum_squares", "abs_max", "nonfinite")
+            self.file.column(name, start, start + rows) for name in ("digest", "sketch", "sum_squares", "abs_max", "nonfinite")
         )
         return Fingerprints(digest, sketch, sum_squares, abs_max, nonfinite, None)
 

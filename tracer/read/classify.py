@@ -8,7 +8,7 @@ equal inputs, a shape that rounding does not have, the same pair in float32, a d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tracer.format.schema import Boundary
 from tracer.read.conditions import Lead
@@ -28,7 +28,7 @@ from tracer.read.findings import (
 from tracer.read.matched import EPSILON
 from tracer.read.wording import short
 
-__all__ = ["ROUNDINGS", "RootEvidence", "classify_root"]
+__all__ = ["ROUNDINGS", "RootEvidence", "classify_root", "is_quantized"]
 
 ROUNDINGS = 4
 """So many roundings of its dtype one operation may be off at rounding size."""
@@ -65,7 +65,7 @@ class RootEvidence:
     fades: tuple[str, ...] = ()
     faded: bool = False
     reduced: str = ""
-    earlier: Sequence[BoundaryOutcome] = field(default_factory=tuple)
+    earlier: Sequence[BoundaryOutcome] = ()
 
     @property
     def epsilon(self) -> float:
@@ -145,8 +145,7 @@ def _quantization(evidence: RootEvidence) -> Classification | None:
     lead = next((lead for lead in evidence.leads if lead.name == "quantization"), None)
     if lead is None or not evidence.same_input or not evidence.weights_equal or evidence.largest is None:
         return None
-    side = lead.text[:1].lower()
-    grid = [e for e in evidence.explanations if e.shape is Shape.GRID and e.parameters.get("side") == side]
+    grid = [found for found in evidence.explanations if is_quantized(found, lead.text[:1].lower())]
     cached = "cache" in lead.text and evidence.info.mixes_tokens and evidence.largest <= _QUANTIZED_SIZE
     if not grid and not cached:
         return None
@@ -157,6 +156,13 @@ def _quantization(evidence: RootEvidence) -> Classification | None:
         klass=Class.QUANTIZATION, confidence=Confidence.HIGH if grid else Confidence.MEDIUM, evidence=_observed(evidence),
         not_proven=tuple(not_proven),
     )  # fmt: skip
+
+
+def is_quantized(explanation: Explanation, side: str) -> bool:
+    """Whether it says that values of this side lie on the grid of an 8-bit dtype."""
+    parameters = explanation.parameters
+    on_grid = explanation.shape is Shape.GRID and parameters.get("side") == side
+    return on_grid and str(parameters.get("dtype")).startswith(("float8", "int8"))
 
 
 def _error(evidence: RootEvidence) -> Classification | None:

@@ -57,17 +57,17 @@ _RULES = (
 def differing_conditions(a: LogicalTrace, b: LogicalTrace) -> dict[str, dict[str, Any]]:
     """Dotted name -> ``{"a": value, "b": value}``, for conditions that are not equal; ``unknown`` equals nothing but itself."""
     flat_a, flat_b = _flat(a), _flat(b)
+
+    def telling(name: str) -> tuple[bool, bool, bool, str]:
+        """Orders names: installed packages last, before them what one side alone has, the model and its mode first."""
+        top = name.partition(".")[0]
+        return top == "packages", name not in flat_a or name not in flat_b, top != "model", name
+
     return {
         name: {"a": flat_a.get(name), "b": flat_b.get(name)}
-        for name in sorted(flat_a.keys() | flat_b.keys(), key=_telling)
+        for name in sorted(flat_a.keys() | flat_b.keys(), key=telling)
         if flat_a.get(name) != flat_b.get(name) and VOLATILE.isdisjoint(name.lower().split("."))
     }
-
-
-def _telling(name: str) -> tuple[bool, bool, str]:
-    """Orders names: the model and its mode first, installed packages last."""
-    top = name.partition(".")[0]
-    return top == "packages", top != "model", name
 
 
 def leads(conditions: Mapping[str, Mapping[str, Any]]) -> list[Lead]:
@@ -97,8 +97,10 @@ def _flat(trace: LogicalTrace) -> dict[str, Any]:
 
 
 def flat_conditions(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested conditions as (dotted name, value), without what is None."""
-    if isinstance(value, Mapping):
+    """Nested conditions as (dotted name, value), without what is None. Values that differ by layer are one text."""
+    if isinstance(value, Mapping) and list(value) == ["by_index"]:
+        yield prefix, ", ".join(f"{one} in {places}" for one, places in value["by_index"].items())
+    elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from flat_conditions(item, f"{prefix}.{key}" if prefix else str(key))
     elif value is not None:

@@ -166,7 +166,7 @@ class _Comparing:
         self.scene = Scene(a, self.pairing, weights, graph, self.judged, causes, leads(self.conditions))
         self.dump_lines = dump_lines(*self.dumps, self.pairing.tokens) if self.dumps is not None else ()
         known = {info.name: info for info in self.catalogue}
-        self.material = Material(a, b, self.judged, self.conditions, *(self.dumps or (None, None)), catalogue=known)
+        self.material = Material(a, b, self.judged, self.conditions, self.dumps, known)
 
     def _judge_all(self, progress: Progress | None) -> dict[str, Judged]:
         comparisons = compare_all(self.a, self.b, self.pairing, [boundary.name for boundary in self.catalogue])

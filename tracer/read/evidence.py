@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tracer.format.schema import Boundary
-from tracer.read.classify import ROUNDINGS, RootEvidence, classify_root
+from tracer.read.classify import ROUNDINGS, RootEvidence, classify_root, is_quantized
 from tracer.read.compare import Method
 from tracer.read.control import measure_control
 from tracer.read.divergence import Candidate, Scene
@@ -26,7 +26,6 @@ from tracer.read.findings import (
     DumpLine,
     Explanation,
     Root,
-    Shape,
 )
 from tracer.read.logical import LogicalTrace
 from tracer.read.matched import EPSILON
@@ -92,14 +91,12 @@ class EvidenceGatherer:
         evidence += [f"{found.boundary}: {found.text}" for found in explanations]
         lead = next((lead for lead in self.scene.leads if lead.name == "quantization"), None)
         evidence += [lead.text for lead in self.scene.leads]
-        grid = [e for e in explanations if e.shape is Shape.GRID and lead is not None and e.parameters["side"] == lead.text[:1].lower()]
-        if grid:
+        first = [found for found in explanations if found.boundary == root.place.boundary]
+        if lead is not None and any(is_quantized(found, lead.text[:1].lower()) for found in first):
             not_proven = ("that its rules (scales, clipping, which tensors) are those that were meant",)
             return Account(root, explanations, _class(Class.QUANTIZATION, Confidence.HIGH, evidence, not_proven))
-        not_proven = ("that this explains everything that differs later",)
-        if lead is not None:
-            not_proven += ("that the quantization is as designed",)
-        return Account(root, explanations, _class(Class.WEIGHT, Confidence.HIGH, evidence, not_proven))
+        open_points = ["that this explains everything that differs later", *(["that the quantization is as designed"] if lead else [])]
+        return Account(root, explanations, _class(Class.WEIGHT, Confidence.HIGH, evidence, open_points))
 
     def _choice(self, root: Root) -> Account:
         name = root.place.boundary

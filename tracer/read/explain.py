@@ -31,7 +31,7 @@ from tracer.read.shapes import Found, kept_length, one_sided, some_columns, valu
 from tracer.read.weight_diff import WeightComparison
 from tracer.read.weight_shapes import weight_shapes
 
-__all__ = ["NOT_NOISE", "SYSTEMATIC", "Material", "explain_boundary", "explain_weights"]
+__all__ = ["SYSTEMATIC", "Material", "explain_boundary", "explain_weights"]
 
 I64 = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -44,8 +44,6 @@ SYSTEMATIC = frozenset(
 )  # fmt: skip
 """Shapes of values that rounding to nearest never has."""
 
-NOT_NOISE = SYSTEMATIC | {Shape.SOME_EXPERTS, Shape.FIRST_TOKEN, Shape.GROWS}
-
 _LAYER = re.compile(r"^layers\.(\d+)\.(.*)$")
 
 
@@ -57,8 +55,7 @@ class Material:
     b: LogicalTrace
     judged: Mapping[str, Judged]
     conditions: Mapping[str, Mapping[str, Any]]
-    dumps_a: Dumps | None = None
-    dumps_b: Dumps | None = None
+    dumps: tuple[Dumps, Dumps] | None = None
     catalogue: Mapping[str, Boundary] = field(default_factory=dict)
 
 
@@ -93,8 +90,8 @@ def explain_boundary(material: Material, name: str, among_K: Bools | None = None
 def matched_rows(material: Material, comparison: Comparison, pairs: I64) -> MatchedRows | None:
     """The values of some differing pairs: as dumped where both sides did, else as recorded."""
     position_K = material.a.tokens.position_K
-    if material.dumps_a is not None and material.dumps_b is not None:
-        a, b = (dumps.boundaries.get(comparison.name) for dumps in (material.dumps_a, material.dumps_b))
+    if material.dumps is not None:
+        a, b = (dumps.boundaries.get(comparison.name) for dumps in material.dumps)
         if a is not None and b is not None:
             rows = dumped_rows(comparison, pairs, a, b, position_K)
             if rows is not None and (len(rows) > 1 or len(pairs) == 1):

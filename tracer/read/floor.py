@@ -42,9 +42,14 @@ class Tolerance(msgspec.Struct, frozen=True):
     per_boundary: dict[str, float] = {}
 
     def __post_init__(self) -> None:
+        if not isinstance(self.per_boundary, Mapping):
+            expected, found = "limits by boundary: {'layers.*.attn.core': 1e-2}", repr(self.per_boundary)
+            raise UsageError(Code.BAD_ARGUMENT, "a tolerance cannot be read", where="per_boundary", expected=expected, found=found)
         for name, value in (("relative", self.relative), ("ulps", self.ulps), *self.per_boundary.items()):
-            if not math.isfinite(value) or value < 0:
-                raise UsageError(Code.BAD_ARGUMENT, "a tolerance must be a finite number, 0 or more", where=name, found=str(value))
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+            if not number or (name == "ulps" and value != int(value)):
+                expected = "a whole number, 0 or more" if name == "ulps" else "a finite number, 0 or more"
+                raise UsageError(Code.BAD_ARGUMENT, f"a tolerance must be {expected}", where=name, expected=expected, found=repr(value))
 
     def at(self, boundary: str) -> float:
         """Relative limit at one boundary."""

@@ -6,6 +6,7 @@ Shape suffixes: N rows, C columns.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,18 +37,17 @@ def grid_shape(rows: MatchedRows) -> Found | None:
     return _rounded(rows) or _scaled(rows)
 
 
-def round_to(values: npt.NDArray[np.floating], dtype: str) -> F64:
+def round_to(values: npt.NDArray[Any], dtype: str) -> F64:
     """Values rounded to nearest even in a dtype, as float64; beyond its range they saturate. Not for subnormal float16."""
-    values = np.asarray(values, np.float64)
+    exact: F64 = values.astype(np.float64)
     if dtype in ("bfloat16", "float32"):
-        bits = values.astype(np.float32).view(np.uint32)
-        if dtype == "float32":
-            return bits.view(np.float32).astype(np.float64)
-        rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
-        return rounded.view(np.float32).astype(np.float64)
+        bits = exact.astype(np.float32).view(np.uint32)
+        if dtype == "bfloat16":
+            bits = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
+        return np.asarray(bits.view(np.float32), np.float64)
     if dtype == "float16":
-        return np.clip(values, -65504, 65504).astype(np.float16).astype(np.float64)
-    return _nearest(values, _grid(dtype))
+        return np.asarray(np.clip(exact, -65504, 65504).astype(np.float16), np.float64)
+    return _nearest(exact, _grid(dtype))
 
 
 def _rounded(rows: MatchedRows) -> Found | None:

@@ -287,15 +287,32 @@ def _unreadable(code: FindingCode, text: str, ranks: int | Sequence[int], remedy
 
 
 def _mixed(manifests: Sequence[Manifest]) -> Iterable[Finding]:
-    """Shards that are not of the run, or not of the world, that the first shard is of."""
-    for manifest in manifests[1:]:
+    """Shards that are not of the run, the world or the mesh that the first shard is of, or were not recorded alike: then a name
+    may not mean the same on both."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for manifest in manifests:
+        first, text, remedy = manifests[0], "", "keep one run per folder"
         for what, found, wanted in (
-            ("run", manifest.run_id, manifests[0].run_id),
-            ("a world of size", str(manifest.world_size), str(manifests[0].world_size)),
+            ("run", manifest.run_id, first.run_id),
+            ("a world of size", str(manifest.world_size), str(first.world_size)),
         ):
             if found != wanted:
-                text = f"rank {manifest.rank} belongs to {what} {found}, rank {manifests[0].rank} to {what} {wanted}"
-                yield _unreadable(FindingCode.RUN_MIXED, text, manifest.rank, "keep one run per folder")
+                text = f"rank {manifest.rank} belongs to {what} {found}, rank {first.rank} to {what} {wanted}"
+                yield _unreadable(FindingCode.RUN_MIXED, text, manifest.rank, remedy)
+        remedy = "let every process run the same code, and record the run again"
+        for what, found, wanted in (
+            ("the boundary map", f"{manifest.map.family} ({manifest.map.digest})", f"{first.map.family} ({first.map.digest})"),
+            ("the host", manifest.host, first.host),
+            ("tracer", manifest.tracer, first.tracer),
+        ):
+            if found != wanted:
+                text = f"rank {manifest.rank} recorded with {what} {found}, rank {first.rank} with {wanted}"
+                yield _unreadable(FindingCode.RUN_MIXED, text, manifest.rank, remedy)
+        for axis in manifest.mesh:
+            size, rank = sizes.setdefault(axis.name, (axis.size, manifest.rank))
+            if axis.size != size:
+                text = f"axis {axis.name} has {axis.size} processes at rank {manifest.rank} and {size} at rank {rank}"
+                yield _unreadable(FindingCode.RUN_MIXED, text, manifest.rank, "give every process the same mesh")
 
 
 def _axis_strides(present: Sequence[Manifest], world_size: int) -> list[tuple[str, int, list[int]]]:

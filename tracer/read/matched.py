@@ -136,13 +136,13 @@ def dumped_rows(comparison: Comparison, pairs: I64, a: DumpedBoundary, b: Dumped
     columns = max(a.width, 1)
     chosen = spread(held, max(min(MOST_ROWS, MOST_VALUES // columns), 8))
     try:
-        values = [
+        values_a, values_b = (
             decode_to_float32(side.raw_RB[lines[chosen]], side.dtype).reshape(len(chosen), side.width)
             for side, lines in ((a, at_a), (b, at_b))
-        ]
+        )
     except ValueError:
         return None  # packed: bytes without values of their own
-    return _matched(comparison, pairs, pairs[chosen], *values, "dumps", position_K)
+    return _matched(comparison, pairs, pairs[chosen], values_a, values_b, "dumps", position_K)
 
 
 def dumped_lines(dumped: DumpedBoundary, boundary: LogicalBoundary, rows: I64) -> I64:

@@ -129,39 +129,37 @@ def _inner_text(order_C: I64) -> str:
 def row_permutation(comparison: Comparison, pairs: I64, tokens: TokenTable) -> Found | None:
     """Rows of B that are rows of A at another token: shifted by so many positions, or exchanged between sequences.
 
-    By digest, of rows of one dtype. ``pairs``: those that differ. ``tokens``: A's."""
+    By digest, of rows of one dtype; rows that A has several times tell nothing. ``pairs``: those that differ. ``tokens``: A's."""
     a, b = comparison.a, comparison.b
     if a.dtype != b.dtype or a.partial_axis or b.partial_axis or a.expert_R is not None or len(pairs) < 2:
         return None
-    rows_a, rows_b = comparison.sides(np.arange(len(comparison)))
-    token_R = comparison.token_R
-    sequence_R, position_R = tokens.sequence_K[token_R], tokens.position_K[token_R]
-    digest_a = a.digest_R2[rows_a]
-    distinct, first, counts = np.unique(digest_a, axis=0, return_index=True, return_counts=True)
-    code = {row.tobytes(): (int(at), int(many)) for row, at, many in zip(distinct, first, counts, strict=True)}
-    found = [code.get(row.tobytes(), (-1, 0)) for row in b.digest_R2[rows_b[pairs]]]
-    source_D = np.array([at for at, _ in found])
-    unique_D = np.array([many == 1 for _, many in found])
-    known = (source_D >= 0) & unique_D
+    source_D = _sources_of_rows(comparison, pairs)
+    known = source_D >= 0
     if known.sum() < max(2, len(pairs) // 2):
         return None
-    steps = position_R[pairs] - position_R[source_D]
-    within = known & (sequence_R[pairs] == sequence_R[source_D])
-    for half in (within.nonzero()[0][::2],):
-        if len(half):
-            values, many = np.unique(steps[half], return_counts=True)
-            shift = int(values[many.argmax()])
-            tested = within.nonzero()[0][1::2]
-            agree = steps[tested] == shift
-            partner = position_R[pairs] >= shift if shift > 0 else np.ones(len(pairs), np.bool_)
-            if 0 < abs(shift) <= _MOST_SHIFT and len(tested) and agree.all() and within.sum() >= 0.9 * (partner & unique_D | within).sum():
-                text = f"token shift: B's row at token t is A's at t {'-' if shift > 0 else '+'} {abs(shift)}, bit for bit"
-                return Found(Shape.TOKEN_SHIFT, text, len(half), len(tested), 0.0, {"shift": shift})
+    sequence_R, position_R = tokens.sequence_K[comparison.token_R], tokens.position_K[comparison.token_R]
+    step_D = position_R[pairs] - position_R[source_D]
+    within = np.flatnonzero(known & (sequence_R[pairs] == sequence_R[source_D]))
+    if len(within) > 1:
+        steps, many = np.unique(step_D[within[::2]], return_counts=True)
+        shift = int(steps[many.argmax()])
+        partners = int((position_R[pairs] >= shift).sum())  # the first rows of a shifted sequence have none
+        if 0 < abs(shift) <= _MOST_SHIFT and (step_D[within[1::2]] == shift).all() and len(within) >= 0.9 * min(partners, int(known.sum())):
+            text = f"token shift: B's row at token t is A's at t {'-' if shift > 0 else '+'} {abs(shift)}, bit for bit"
+            tested = len(within) // 2
+            return Found(Shape.TOKEN_SHIFT, text, len(within) - tested, tested, 0.0, {"shift": shift})
     if known.sum() < 0.9 * len(pairs):
         return None
-    across = np.unique(np.stack([sequence_R[pairs][known], sequence_R[source_D][known]], axis=1), axis=0)
     text = f"rows permuted: {int(known.sum())} of {len(pairs)} differing rows of B are A's rows of another token, bit for bit"
-    if (steps[known] == 0).all():
+    if (step_D[known] == 0).all():
         text = "sequences exchanged: B's rows are A's rows of another sequence at the same position, bit for bit"
-    half = int(known.sum()) // 2
-    return Found(Shape.ROWS_PERMUTED, text, int(known.sum()) - half, half, 0.0, {"sequences": across.tolist()[:16]})
+    return Found(Shape.ROWS_PERMUTED, text, 0, int(known.sum()), 0.0)
+
+
+def _sources_of_rows(comparison: Comparison, pairs: I64) -> I64:
+    """Per differing pair the one pair whose row on A has the bits of this row on B, -1 where there is none or more than one."""
+    rows_a, _ = comparison.sides(np.arange(len(comparison)))
+    _, rows_b = comparison.sides(pairs)
+    distinct, first, many = np.unique(comparison.a.digest_R2[rows_a], axis=0, return_index=True, return_counts=True)
+    place = {row.tobytes(): int(at) for row, at, count in zip(distinct, first, many, strict=True) if count == 1}
+    return np.array([place.get(row.tobytes(), -1) for row in comparison.b.digest_R2[rows_b]])

@@ -200,15 +200,16 @@ def _inputs_and_weights(facts: Facts) -> list[str]:
     equal_weights = weights.compared > 0 and not weights.unknown and not weights.missing and not earlier
     if changed:
         return [*(["inputs identical"] if equal_inputs else []), f"weights of {' and '.join(changed)} changed while recorded"]
+    which = "weights" if not weights.differing else "the weights up to here"
     if equal_inputs and equal_weights:
-        return ["inputs and weights identical" if not weights.differing else "inputs and the weights up to here identical"]
+        return [f"inputs and {which} identical"]
     parts = ["inputs identical"] if equal_inputs else [] if inputs else ["inputs not recorded"]
     if not weights.compared:
         parts.append("weights not recorded")
     elif equal_weights:
-        parts.append("weights identical")
+        parts.append(f"{which} identical")
     elif not earlier:
-        parts.append(f"weights identical as far as known ({count(len(weights.unknown) + len(weights.missing), 'weight')} not)")
+        parts.append(f"{which} identical as far as known ({count(len(weights.unknown) + len(weights.missing), 'weight')} not)")
     return parts
 
 

@@ -34,8 +34,6 @@ def plan_interventions(options: TraceOptions, host: Host, plan: Plan, running: R
     """Everything that is changed in this process. Raises UsageError (intervention-refused, bad-argument)."""
     found: list[Intervention] = []
     boundaries = {boundary.name: boundary for boundary in plan.boundaries if boundary.status is BoundaryStatus.RECORDED}
-    if options.perturb_ulps < 0:
-        raise UsageError(Code.BAD_ARGUMENT, "perturb_ulps= counts units in the last place", expected="0 or more")
     if options.perturb_ulps and _must_be_shown("embedding", plan):
         found.append(Nudge(_reader("embedding", plan, host), host, running, registry, ulps=options.perturb_ulps))
     if options.feed is not None:

@@ -8,6 +8,7 @@ everything is thrown away, the program goes on, and ``failure`` says why.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -74,6 +75,7 @@ class Outbox:
         self._queue: queue.Queue[list[_Item] | None] = queue.Queue(_QUEUED_BATCHES)
         self._thread = threading.Thread(target=self._write, name="tracer-writer", daemon=True)
         self._thread.start()
+        self._process = os.getpid()
         self.failure: Exception | None = None
 
     def open_sequence(self, sequence: Sequence) -> None:
@@ -98,11 +100,14 @@ class Outbox:
         """Hand what has gathered to the writer; waits while the queue is full."""
         if self._batch:
             batch, self._batch = self._batch, []
-            if self.failure is None:
+            if self.failure is None and os.getpid() == self._process:
                 self._queue.put(batch)
 
     def close(self) -> None:
-        """Send the rest and wait until everything is with the ``ShardWriter``, which is then the caller's again."""
+        """Send the rest and wait until everything is with the ``ShardWriter``, which is then the caller's again. In a forked
+        copy of the process there is no writer: nothing happens."""
+        if os.getpid() != self._process:
+            return
         self.send()
         self._queue.put(None)
         self._thread.join()

@@ -9,6 +9,7 @@ Shape suffixes: N rows of a leaf, R those of them that are recorded, C columns h
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -51,6 +52,7 @@ _OUTSTANDING = 64
 """Forwards with checkpointed regions that a recomputation may still belong to."""
 _COUNTED = {
     "outside-forward": "{n} calls of watched modules outside any forward of the root module were not recorded",
+    "other-thread": "{n} calls of watched modules from other threads than the forward's were not recorded",
     "recompute-unattributed": "{n} recomputed module calls were not recorded: the forward they belong to could not be told",
     "scores-dropped": "{n} last rows waited too long for their next token; their log probability was not recorded",
 }
@@ -224,6 +226,9 @@ class Recorder:
                 if not (self._skipping or watch.after_root):
                     self.counted["outside-forward"] += 1
                 return None
+            if record is self._current and record.thread != threading.get_ident():
+                self.counted["other-thread"] += 1
+                return None
             if record.grad and self._finder.note_first_pass(record, args, kwargs) and not record.checkpointed:
                 record.checkpointed = True
                 self._outstanding.append(record)
@@ -305,10 +310,13 @@ class Recorder:
         width, spans = placement.width, placement.spans
         if rows_NC.is_complex():
             width, spans = 2 * width, tuple((2 * start, 2 * stop) for start, stop in spans)
-        taken_RC = selection.take(rows_NC)
+        row_set, taken_RC = selection.rows, selection.take(rows_NC)
+        if spans and not rows_NC.shape[1]:  # it ran, and this process has no column of any row
+            none = np.zeros(0, np.int64)
+            row_set, taken_RC, spans = RowSet(none, none, call.record.number), rows_NC.new_zeros((0, 1)), ((0, 1),)
         observation = Observation(
             source.boundary,
-            selection.rows,
+            row_set,
             fingerprint_tensor(taken_RC, width=width, spans=spans),
             _dtype(rows_NC),
             width,
@@ -357,7 +365,7 @@ class Recorder:
         tally = self.tallies[self._scored]
         if tally.by_hand:
             return
-        whole = placement.spans in ((), ((0, placement.width),))
+        whole = not placement.axis and placement.spans in ((), ((0, placement.width),))
         self._score_slice = None if whole else self._host.mesh().axis(placement.axis)
         if placement.partial or (not whole and not self._shareable(placement)):
             tally.unavailable["columns are sharded in a way that no share of a score can be taken of"] += 1
@@ -432,10 +440,12 @@ class Recorder:
     def boundaries(self, weights: Mapping[str, tuple[str, ...]], declared: Sequence[NotComputed]) -> tuple[Boundary, ...]:
         """Every boundary with its verdict. ``weights``: semantic names per boundary; ``declared``: rows the host never computed."""
         modules = {source.boundary: source.module for source in self._plan.sources if source.derived != "host"}
+        skipped = "; ".join(f"{n} skipped: {reason}" for reason, n in self._skipped_forwards.items())
+        no_forward = skipped or self._host.compiled_reason("")
         finished = []
         for name, tally in self.tallies.items():
             silent = "" if tally.executions or name not in modules else self._host.compiled_reason(modules[name])
-            boundary = tally.finish(self.forwards, self.rows, silent, declared, self._registry)
+            boundary = tally.finish(self.forwards, self.rows, silent if self.forwards else no_forward, declared, self._registry)
             finished.append(msgspec.structs.replace(boundary, weights=weights.get(name, boundary.weights)))
         return tuple(finished)
 

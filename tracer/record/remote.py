@@ -24,6 +24,7 @@ from tracer.record.map_entries import BoundaryMap
 from tracer.record.options import TraceOptions
 from tracer.record.run_identity import RunIdentity, agree_on_run
 from tracer.record.tallies import reason_of
+from tracer.record.tokens import read_request_names
 
 __all__ = ["Processes", "RemoteTrace", "TraceServer"]
 
@@ -96,8 +97,8 @@ class RemoteTrace:
         return self._identity.out
 
     def requests(self, names: Iterable[str]) -> None:
-        """Name the requests that come next, in the order in which the engine takes them up."""
-        self._tell("requests", [str(name) for name in names])
+        """Name the requests that come next, in the order in which the engine takes them up: see ``Trace.requests``."""
+        self._tell("requests", read_request_names(names))
 
     def policy(self, version: str | int) -> None:
         """What follows was computed with this version of the policy."""
@@ -194,7 +195,6 @@ class TraceServer:
 
 
 def _start_message(options: TraceOptions, identity: RunIdentity, version: str) -> _Start:
-    """Raises UsageError (bad-argument) for tokens that are no slice and no whole numbers."""
     tokens = options.tokens
     return _Start(
         out=str(identity.out),
@@ -202,8 +202,8 @@ def _start_message(options: TraceOptions, identity: RunIdentity, version: str) -
         version=version,
         map=options.map if isinstance(options.map, BoundaryMap) else str(options.map),
         level=options.level,
-        boundaries=None if options.boundaries is None else _names(options.boundaries),
-        tokens=None if tokens is None or isinstance(tokens, slice) else tuple(int(position) for position in tokens),
+        boundaries=None if options.boundaries is None else tuple(options.boundaries),
+        tokens=None if tokens is None or isinstance(tokens, slice) else tuple(tokens),
         token_slice=(tokens.start, tokens.stop, tokens.step) if isinstance(tokens, slice) else None,
         weights=options.weights,
         dump=dump_globs(options.dump),
@@ -211,10 +211,6 @@ def _start_message(options: TraceOptions, identity: RunIdentity, version: str) -
         plan=options.plan,
         perturb_ulps=options.perturb_ulps,
     )
-
-
-def _names(boundaries: str | Sequence[str]) -> tuple[str, ...]:
-    return (boundaries,) if isinstance(boundaries, str) else tuple(boundaries)
 
 
 def _options(start: _Start) -> TraceOptions:
@@ -226,7 +222,7 @@ def _options(start: _Start) -> TraceOptions:
         boundaries=start.boundaries,
         tokens=tokens,
         weights=start.weights,
-        dump=start.dump,
+        dump=start.dump or None,
         max_dump_bytes=start.max_dump_bytes,
         plan=start.plan,
         perturb_ulps=start.perturb_ulps,
