@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.cli_runs import run_tracer
-from tests.trace_files import BOUNDARIES, fingerprints, manifest, row_set
+from tests.trace_files import BOUNDARIES, commit, fingerprints, row_set
 from tracer.format.schema import Sequence
 from tracer.format.store import ShardWriter
 from tracer.read.findings import DiffResult
@@ -30,7 +30,7 @@ def write(out: Path, *, changed: str = "", by: float = 0.0) -> Path:
             found.digest_N2[5] += np.uint64(1)
             found.sketch_N16[5] *= np.float32(1 + by)
         writer.add(name, rows, found, dtype="bfloat16", width=64)
-    writer.commit(manifest(rows=8, run_id=out.name))
+    commit(writer, run_id=out.name)
     return out
 
 

@@ -264,7 +264,7 @@ def test_all_problems_are_collected(tmp_path: Path) -> None:
 
 def test_uncommitted_shard_shows_its_finished_segments(tmp_path: Path) -> None:
     """Without a manifest, whole segments are read, torn ones are problems, and temporary files are nothing."""
-    shard = write_shard(tmp_path, forwards=3, commit=False)
+    shard = write_shard(tmp_path, forwards=3, committed=False)
     (shard / ".segment-000003.safetensors.tmp").write_bytes(b"half")
     (shard / "segment-000002.safetensors").write_bytes(b"half")
     found = inspect_shard(shard)
@@ -286,6 +286,7 @@ def test_values_have_the_columns_held(tmp_path: Path) -> None:
     shard = write_shard(tmp_path)
     header = SegmentHeader(format=1, number=1, blocks=(block,))
     forge_segment(shard, 1, header=lambda _: header, columns={"values": np.arange(6, dtype=np.int64)})
+    edit_manifest(shard, lambda content: content.update(complete=False))
     segment = read_shard(shard).segments[1]
     kept = segment.block_fingerprints(block)
     assert kept.values_NC is not None

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from tracer.errors import CaptureError, Code, InternalError, TraceFormatError
-from tracer.format.schema import FORMAT_VERSION, SEGMENT_METADATA_KEY, SegmentHeader
+from tracer.format.schema import FORMAT_VERSION, SEGMENT_METADATA_KEY, Manifest, SegmentHeader
 
 __all__ = [
     "SEGMENT_COLUMNS",
@@ -34,6 +34,7 @@ __all__ = [
     "Written",
     "check_format",
     "checksum",
+    "manifest_checksum",
     "sync_folder",
     "write_columns",
     "write_in_one_step",
@@ -213,6 +214,13 @@ def checksum(path: Path) -> str:
             return xxhash.xxh3_128_hexdigest(b"")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             return xxhash.xxh3_128_hexdigest(mapped)
+
+
+def manifest_checksum(manifest: Manifest) -> str:
+    """xxh3_128 over what a manifest says, its own checksum left out, however the file is laid out; 32 hex digits.
+
+    Raises TypeError and ValueError where it holds something that is no JSON."""
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(msgspec.structs.replace(manifest, xxh3_128=""), order="deterministic"))
 
 
 class _Probe(msgspec.Struct):

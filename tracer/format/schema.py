@@ -351,3 +351,6 @@ class Manifest(_Record, frozen=True, kw_only=True):
     notes: tuple[Note, ...] = ()
     complete: bool = True
     incomplete_reason: str = ""
+    xxh3_128: str = ""
+    """32 hex digits over everything else that is said here: as JSON without white space and without this key, the keys of an
+    object in the order of these tables, those of free objects (``conditions``) sorted."""

@@ -6,17 +6,20 @@ Nothing is loaded that is not asked for. ``inspect_shard`` collects everything t
 Refused:
 - *the manifest*: no JSON, another format number or none, an unknown key, a wrong type, a rank or mesh coordinate outside
   its world, a file name other than the one its place demands (names are data, never paths), an unknown dtype, a malformed
-  weight digest, a weight outside the weights file;
+  weight digest, a weight outside the weights file, another checksum than it gives of itself;
 - *a file*: listed but missing, present but not listed, another size or checksum than was written, other columns or layout
   than the format has, other counts than the manifest lists, another number than its name says;
 - *a block*: an unknown dtype, a range outside its column, spans that overlap or leave the row;
-- *a reference* (with ``verify``): to a row, a sequence or a position that does not exist.
+- *a reference* (with ``verify``): to a row, a sequence or a position that does not exist;
+- *a boundary*: other rows, executions or dtypes in the segments than the manifest says, one that it does not list. Not held
+  against a shard that says itself that its recording stopped.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,13 +30,22 @@ import numpy as np
 import numpy.typing as npt
 
 from tracer.errors import Code, TraceFormatError
-from tracer.format.container import REMEDY_ALTERED, SEGMENT_COLUMNS, WEIGHT_COLUMNS, ColumnFile, check_format, checksum
+from tracer.format.container import (
+    REMEDY_ALTERED,
+    SEGMENT_COLUMNS,
+    WEIGHT_COLUMNS,
+    ColumnFile,
+    check_format,
+    checksum,
+    manifest_checksum,
+)
 from tracer.format.dtypes import dtype_info
 from tracer.format.fingerprint import Fingerprints
 from tracer.format.schema import (
     MANIFEST_NAME,
     WEIGHTS_NAME,
     Block,
+    Boundary,
     Manifest,
     SegmentHeader,
     SegmentInfo,
@@ -254,7 +266,8 @@ def shard_paths(trace: Path) -> list[Path]:
 def read_manifest(path: Path) -> Manifest:
     """Read a manifest strictly: format first, then every key and type, then names, numbers and dtypes.
 
-    Raises ``TraceFormatError``: manifest-invalid, format-unsupported, segment-invalid (an unknown dtype).
+    Its checksum comes last, so that what is wrong with a value is named rather than that it was altered.
+    Raises ``TraceFormatError``: manifest-invalid, format-unsupported, segment-invalid (an unknown dtype), checksum-mismatch.
     """
 
     def invalid(what: str, *, expected: str = "", found: str = "") -> TraceFormatError:
@@ -304,6 +317,9 @@ def read_manifest(path: Path) -> Manifest:
             raise invalid(
                 f"places weight {weight.name} outside the weights file", expected=f"{weight_lines} lines", found=str(weight.start + held)
             )
+    found = manifest_checksum(manifest)
+    if found != manifest.xxh3_128:
+        raise _altered(path, "is not as it was written", f"xxh3_128 {manifest.xxh3_128 or 'of itself'}", found)
     return manifest
 
 
@@ -382,7 +398,52 @@ def inspect_shard(
             weight_rows = WeightRows(_open(path / WEIGHTS_NAME, manifest.weights_file, WEIGHT_COLUMNS, 0, verify, checksums))
         except TraceFormatError as error:
             problems.append(error)
+    if manifest is not None and manifest.complete and not problems:
+        problems += _miscounted(path, manifest, segments)
     return Shard(path, manifest, tuple(segments), weight_rows, tuple(problems))
+
+
+def _miscounted(path: Path, manifest: Manifest, segments: Iterable[Segment]) -> Iterator[TraceFormatError]:
+    """Boundaries of which the segments hold other rows, executions or dtypes than the manifest says. A row recorded in
+    several column parts counts once."""
+    rows: Counter[tuple[str, tuple[Span, ...]]] = Counter()
+    executions: Counter[tuple[str, bool]] = Counter()
+    dtypes: dict[str, set[str]] = {}
+    for segment in segments:
+        for block in segment.header.blocks:
+            dtypes.setdefault(block.boundary, set()).add(block.dtype)
+            executions[block.boundary, block.recompute] += block.executions
+            if not block.recompute:
+                rows[block.boundary, block.spans] += block.row_count
+    most: Counter[str] = Counter()
+    for (name, _), count in rows.items():
+        most[name] = max(most[name], count)
+    listed = {boundary.name: boundary for boundary in manifest.boundaries}
+    for name in sorted(dtypes.keys() | listed.keys()):
+        seen = dtypes.get(name, {""})
+        said = listed.get(name, Boundary(name=name, level=0))
+        held = msgspec.structs.replace(
+            said,
+            row_count=most[name],
+            executions=executions[name, False],
+            recomputed=executions[name, True],
+            dtype=said.dtype and (next(iter(seen)) if len(seen) == 1 else "mixed"),
+        )
+        if name not in listed or held != said:
+            yield TraceFormatError(
+                Code.SHARD_INCOMPLETE,
+                f"the segments do not hold what the manifest says of {name}" if name in listed else f"the manifest does not list {name}",
+                where=str(path),
+                expected=_counts_text(said) if name in listed else "every boundary that the segments hold",
+                found=_counts_text(held),
+                remedy="record the trace again; if that does not help, report it",
+            )
+
+
+def _counts_text(boundary: Boundary) -> str:
+    recomputed = f", recomputed {boundary.recomputed}" if boundary.recomputed else ""
+    dtype = f", dtype {boundary.dtype}" if boundary.dtype else ""
+    return f"rows {boundary.row_count}, executions {boundary.executions}{recomputed}{dtype}"
 
 
 def _open(

@@ -202,7 +202,7 @@ def _same_line(facts: Facts) -> str:
     within = [result for result in boundaries if result.outcome is BoundaryOutcome.WITHIN_FLOOR]
     by_sketch = [result for result in boundaries if result.outcome is BoundaryOutcome.BY_SKETCH]
     notes = declared_notes(facts)
-    line = f"Same on {matched} of {total} rows" if matched < total else f"Same: {count(matched, 'row')}"
+    line = f"Same on {matched} of {count(total, 'row')}" if matched < total else f"Same: {count(matched, 'row')}"
     line += f" at {count(len(boundaries), 'boundary')}"
     if within and facts.first_bitwise is not None:
         line += f", within the given {'floor' if facts.floors.measured else 'tolerance'} from {within[0].name} on"
@@ -275,7 +275,7 @@ def classification(facts: Facts) -> Classification | None:
         evidence.insert(0, facts.weights.summary())
     if root is not None and root.distance is not None and root.distance.largest is not None:
         size = "below the sketch's resolution" if root.distance.below_resolution else f"up to {short(root.distance.largest)}"
-        evidence.append(f"relative distance {size}, {root.rows} of {root.rows_compared} rows ({root.tokens})")
+        evidence.append(f"relative distance {size}, {root.rows} of {count(root.rows_compared, 'row')} ({root.tokens})")
     evidence += [lead.text for lead in facts.leads if not any(lead.text in said for said in evidence)]
     if klass is Class.UNLOCALIZED:
         if not facts.floors.given:
