@@ -247,7 +247,7 @@ class Skipped(_Record, frozen=True, kw_only=True):
 
 
 class NotComputed(_Record, frozen=True, kw_only=True):
-    """Rows that the host declares it never computed. They are no absence."""
+    """Rows that the host declares it never computed, or of which it could not tell an input. They are no absence."""
 
     sequence: str
     """Label of the sequence."""

@@ -109,7 +109,8 @@ def _declared(boundary: str, lacking: Side, reason: str, rows: int) -> Finding:
             code=FindingCode.ROWS_UNMATCHED, kind=Kind.ABSENCE, boundary=boundary, side=lacking, rows=rows, text=text,
             remedy="give both sides the same tokens=",
         )  # fmt: skip
-    text = f"{count(rows, 'row')} never computed by {who}: {reason}"
+    never = "not told" if boundary.startswith("input.") else "never computed"
+    text = f"{count(rows, 'row')} {never} by {who}: {reason}"
     return Finding(code=FindingCode.ROWS_NOT_COMPUTED, kind=Kind.INFORMATION, boundary=boundary, side=lacking, rows=rows, text=text)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from tracer.read.conditions import Lead
 from tracer.read.findings import (
     BoundaryOutcome,
@@ -34,6 +36,9 @@ NOISE = frozenset(
     {FindingCode.REPLICAS_DISAGREE, FindingCode.RECOMPUTE_DISAGREES, FindingCode.REPEATS_DISAGREE, FindingCode.SIBLINGS_DISAGREE}
 )
 """A side that disagrees with itself."""
+
+MASK = "input.visible_from"
+"""What tells of every row which tokens it may attend to."""
 
 _EARLIER_NAMED = 3
 
@@ -169,23 +174,42 @@ def _inputs_and_weights(facts: Facts) -> list[str]:
     inputs = [result for result in facts.results if result.name.startswith("input.") and result.rows_compared]
     equal_inputs = bool(inputs) and all(result.outcome is BoundaryOutcome.IDENTICAL for result in inputs) and not facts.pairing.partings
     weights = facts.weights
+    said = ["inputs identical"] if equal_inputs else [] if inputs else ["inputs not recorded"]
+    unseen = _mask_unseen(facts) if equal_inputs else []
     if facts.weight:
-        return ["inputs identical"] if equal_inputs else ["inputs not recorded"] if not inputs else []
+        return said + unseen
     earlier = [weight for weight in weights.differing if weight.at - 0.5 <= facts.order]
-    changed = [side for side, trace in (("A", facts.a), ("B", facts.b)) if any(m.weights_after == "changed" for m in trace.manifests)]
+    changed = _changed_weights(facts)
     equal_weights = weights.compared > 0 and not weights.unknown and not weights.missing and not earlier
     if changed:
-        return [*(["inputs identical"] if equal_inputs else []), f"weights of {' and '.join(changed)} changed while recorded"]
+        return said + unseen + changed
     if equal_inputs and equal_weights:
-        return ["inputs and weights identical" if not weights.differing else "inputs and the weights up to here identical"]
-    parts = ["inputs identical"] if equal_inputs else [] if inputs else ["inputs not recorded"]
+        return ["inputs and weights identical" if not weights.differing else "inputs and the weights up to here identical", *unseen]
     if not weights.compared:
-        parts.append("weights not recorded")
+        said.append("weights not recorded")
     elif equal_weights:
-        parts.append("weights identical")
+        said.append("weights identical")
     elif not earlier:
-        parts.append(f"weights identical as far as known ({count(len(weights.unknown) + len(weights.missing), 'weight')} not)")
-    return parts
+        said.append(f"weights identical as far as known ({count(len(weights.unknown) + len(weights.missing), 'weight')} not)")
+    return said + unseen
+
+
+def _changed_weights(facts: Facts) -> list[str]:
+    sides = [side for side, trace in (("A", facts.a), ("B", facts.b)) if any(m.weights_after == "changed" for m in trace.manifests)]
+    return [f"weights of {' and '.join(sides)} changed while recorded"] if sides else []
+
+
+def _mask_unseen(facts: Facts) -> list[str]:
+    """``mask not seen on A``, where a side does not tell of every token which ones it may attend to."""
+    sides = []
+    for side, trace, fed_K in (("A", facts.a, facts.pairing.fed_a), ("B", facts.b, facts.pairing.fed_b)):
+        told = trace.boundaries.get(MASK)
+        told_K = np.zeros(len(fed_K), np.bool_)
+        if told is not None:
+            told_K[told.token_R] = True
+        if (fed_K & ~told_K).any():
+            sides.append(side)
+    return [f"mask not seen on {' and '.join(sides)}"] if sides else []
 
 
 def _rows_total(facts: Facts) -> tuple[int, int]:
@@ -201,7 +225,7 @@ def _same_line(facts: Facts) -> str:
     boundaries = [result for result in facts.results if result.rows_compared]
     within = [result for result in boundaries if result.outcome is BoundaryOutcome.WITHIN_FLOOR]
     by_sketch = [result for result in boundaries if result.outcome is BoundaryOutcome.BY_SKETCH]
-    notes = declared_notes(facts)
+    notes = [*_changed_weights(facts), *declared_notes(facts)]
     line = f"Same on {matched} of {count(total, 'row')}" if matched < total else f"Same: {count(matched, 'row')}"
     line += f" at {count(len(boundaries), 'boundary')}"
     if within and facts.first_bitwise is not None:
@@ -282,6 +306,7 @@ def classification(facts: Facts) -> Classification | None:
             not_proven.append("that this is more than noise: no floor was given")
         if root is not None and root.between:
             not_proven.append(f"which boundary between {_names(root.between)} and {root.place.boundary} is the first")
+        not_proven += [f"that the inputs are equal: {unseen}" for unseen in _mask_unseen(facts)]
         if not facts.weights.compared:
             not_proven.append("that the weights are equal: they were not recorded on both sides")
         not_proven.append("whether it is an error or rounding")
@@ -319,7 +344,8 @@ def next_step(facts: Facts) -> str:
         again = f"tracer diff {facts.a.path} {facts.b.path} --floor-a SECOND"
         return f"Trace side A a second time, then: {again}, to see whether this is above its own noise"
     where = facts.first.boundary if facts.first is not None else "the boundary"
-    return f"Compare how the two sides compute {where}: everything it is computed from is equal"
+    unseen = "".join(f", as far as it was seen ({unseen})" for unseen in _mask_unseen(facts))
+    return f"Compare how the two sides compute {where}: everything it is computed from is equal{unseen}"
 
 
 def _level(trace: LogicalTrace) -> int:
@@ -327,9 +353,7 @@ def _level(trace: LogicalTrace) -> int:
 
 
 def _input_words(boundary: str) -> str:
-    return {"input.ids": "token ids", "input.positions": "positions", "input.visible_from": "attention mask or document boundaries"}.get(
-        boundary, boundary
-    )
+    return {"input.ids": "token ids", "input.positions": "positions", MASK: "attention mask or document boundaries"}.get(boundary, boundary)
 
 
 def _noise_step(facts: Facts, noise: Finding) -> str:
