@@ -58,7 +58,23 @@ def test_floor_and_tolerance(pair: tuple[Path, Path], tmp_path: Path, capsys: py
     assert run_tracer("diff", *pair, "--tolerance", "relative=2e-3") == 0
     assert run_tracer("diff", *pair, "--tolerance", "layers.*.residual=2e-3") == 0
     assert run_tracer("diff", *pair, "--tolerance", "relative=1e-4") == 1
-    assert run_tracer("diff", *pair, "--floor", "self") == 1
+
+
+def test_self_is_no_floor_where_nothing_was_seen_twice(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """``--floor self`` of traces without siblings or repeats is refused with what to do, instead of a floor of zero."""
+    assert run_tracer("diff", *pair, "--floor", "self") == 2
+    err = capsys.readouterr().err
+    assert "neither side saw any row twice" in err
+    assert "--floor-a" in err
+
+
+@pytest.mark.parametrize(("limit", "close"), [("layers.0.residul=1", "layers.0.residual"), ("nothing.*=1", "a name or glob")])
+def test_a_tolerance_of_no_boundary_is_refused(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], limit: str, close: str) -> None:
+    """A name or glob that no boundary has is a usage error, with the names that are close."""
+    assert run_tracer("diff", *pair, "--tolerance", limit) == 2
+    err = capsys.readouterr().err
+    assert f"where: {limit.partition('=')[0]}" in err
+    assert close in err
 
 
 @pytest.mark.parametrize(("option", "which"), [("--floor-a", 0), ("--floor-a", 1), ("--floor-b", 0), ("--floor-b", 1)])

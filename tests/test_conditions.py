@@ -57,3 +57,13 @@ def test_declared_quantization_is_a_lead() -> None:
 def test_both_sides_alike_is_no_lead() -> None:
     """Conditions that both sides share suggest nothing."""
     assert leads(differing({"dropout": {"p": 0.1}}, {"dropout": {"p": 0.1}})) == []
+
+
+def test_values_by_layer_are_one_line() -> None:
+    """What a host lists by layer index is read as values and where they hold, against a single value of the other side."""
+    a = {"mlp": {"top_k": 2}}
+    b = {"mlp": {"top_k": {"by_index": {"2": "0 1 2 5", "4": "3"}}, "experts": {"by_index": {"1": "0.1 0.2", "2": "1.1"}}}}
+    assert differing(a, b) == {
+        "mlp.experts": {"a": None, "b": "1 at 0.1 0.2, 2 at 1.1"},
+        "mlp.top_k": {"a": 2, "b": "2 at 0..2 5, 4 at 3"},
+    }

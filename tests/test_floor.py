@@ -76,6 +76,41 @@ def test_a_choice_is_within_the_floor_only_if_the_floor_flips_there_too() -> Non
     assert next(entry.outcome for entry in within.boundaries if entry.name == ids) is BoundaryOutcome.WITHIN_FLOOR
 
 
+@pytest.mark.parametrize("name", ["input.positions", "layers.*.moe.topk_ids"])
+def test_inputs_and_choices_have_no_tolerance(name: str) -> None:
+    """A limit for what is equal or not is refused instead of doing nothing; a glob that reaches other boundaries too is fine."""
+    a, b = Side(moe=True).trace(), Side(moe=True).trace()
+    with pytest.raises(UsageError, match="inputs and choices have no tolerance"):
+        diff_traces(a, b, tolerance=Tolerance(per_boundary={name: 1.0}))
+    assert diff_traces(a, b, tolerance=Tolerance(per_boundary={"layers.*": 1.0})).exit == 0
+
+
+def test_a_boundary_within_tolerance_neither_heals_nor_hides_what_it_carries() -> None:
+    """What is within its tolerance is not equal: the fault above does not heal there, and what follows below is no root."""
+    b = Side()
+    b.carry_on(NAME, "s0:5")
+    result = diff_traces(Side().trace(), b.trace(), tolerance=Tolerance(per_boundary={"lm_head": 1.0, "final_norm": 1.0}))
+    assert [root.place.boundary for root in result.roots] == [NAME]
+    outcomes = {boundary.name: boundary.outcome for boundary in result.boundaries}
+    assert outcomes["lm_head"] is outcomes["final_norm"] is BoundaryOutcome.WITHIN_FLOOR
+    assert outcomes["scorer.logprobs"] is outcomes["layers.3.residual"] is BoundaryOutcome.DIFFERS
+    assert "equal again" not in " ".join(boundary.text for boundary in result.boundaries)
+    alone = Side()
+    alone.change("lm_head", "s0:5")
+    alone.change("scorer.logprobs", "s0:6")
+    result = diff_traces(Side().trace(), alone.trace(), tolerance=Tolerance(per_boundary={"lm_head": 1.0}))
+    assert [root.place.boundary for root in result.roots] == ["scorer.logprobs"]
+    assert "equal or within floor" in result.next_step
+
+
+def test_a_floor_of_own_noise_is_stated_only_where_rows_were_seen_again() -> None:
+    """``floor="self"`` gives no floor to boundaries of which every row was seen once."""
+    side = Side()
+    side.noise = {NAME: 2e-3}
+    result = diff_traces(side.trace(), Side().trace(), floor="self")
+    assert {boundary.name: boundary.floor for boundary in result.boundaries if boundary.floor is not None} == {NAME: 2e-3}
+
+
 def test_inputs_and_counts_of_nonfinite_values_are_never_covered() -> None:
     """No tolerance makes other positions equal, nor a NaN where the other side has a number."""
     a, b = Side(), Side()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import msgspec
+
 from tests.sides import Side
 from tracer.read.diff import diff_traces
 from tracer.read.findings import Class, DiffResult, Finding, FindingCode, Kind
@@ -61,6 +65,17 @@ def test_inputs_are_not_called_identical_without_the_mask() -> None:
     assert "1 row not told by B: no run" in str(weak.findings)
     assert weak.classification is not None
     assert "that the inputs are equal: mask not seen on B" in weak.classification.not_proven
+
+
+def test_weights_that_changed_while_recorded_are_in_the_line() -> None:
+    """Whatever the verdict, the line says whose weights changed while they were recorded, and claims nothing about them."""
+    for b, start in ((Side(), "Same: 12 rows"), (one_element(), "First divergence: layers.2.attn.out")):
+        trace = b.trace()
+        stepped = dataclasses.replace(trace, manifests=(msgspec.structs.replace(trace.manifest, weights_after="changed"),))
+        line = diff_traces(Side().trace(), stepped).headline
+        assert line.startswith(start)
+        assert "weights of B changed while recorded" in line
+        assert "weights identical" not in line
 
 
 def test_weights_that_are_partly_known() -> None:

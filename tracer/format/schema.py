@@ -338,7 +338,7 @@ class Manifest(_Record, frozen=True, kw_only=True):
     segments: tuple[SegmentInfo, ...] = ()
     not_computed: tuple[NotComputed, ...] = ()
     weights_mode: str = "digest"
-    """digest, rows or none."""
+    """digest, rows or none; none too where there are none and the map names none."""
     weights: tuple[Weight, ...] = ()
     weights_file: SegmentInfo | None = None
     weights_after: str = "unknown"

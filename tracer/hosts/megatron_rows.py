@@ -93,7 +93,7 @@ class RowReader:
             inputs["input.visible_from"] = np.zeros(batch * columns, np.int64)
         padding = int((rows.sequence_N < 0).sum())
         skipped = {"padding": padding} if padding else {}
-        return Forward(rows, ids_N, inputs, unseen, skipped, RowOrder(rows, batch, columns))
+        return Forward(rows, ids_N, inputs, skipped, RowOrder(rows, batch, columns), unseen)
 
     def _documents(
         self, edges: tuple[IntArray, IntArray] | None, position_ids: Any, real_BS: BoolArray, sequences: SequenceRegistry, whole: bool

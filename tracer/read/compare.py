@@ -47,6 +47,8 @@ class Method(str, Enum):
     """Partial sums of the same split: bitwise, coordinate by coordinate."""
     SKETCH = "sketch"
     """No comparable digest exists (other dtype, partial sums); distances only."""
+    CHOICES = "choices"
+    """Another number of choices per row: every row differs."""
     NONE = "none"
     """Not comparable at all; ``reason`` says why."""
 
@@ -94,7 +96,7 @@ class Comparison:
 
     @cached_property
     def values(self) -> tuple[I64, I64] | None:
-        """Raw integers of the differing pairs, (D, C) each; None where a side keeps none."""
+        """Raw integers of the differing pairs, (D, C) each, with ``Method.CHOICES`` of another C; None where a side keeps none."""
         a, b = self.a.load_values(), self.b.load_values()
         if a is None or b is None:
             return None
@@ -155,8 +157,13 @@ def partial_rounding(a: LogicalBoundary, b: LogicalBoundary) -> float:
 
 
 def compare_boundary(a: LogicalBoundary, b: LogicalBoundary, tokens: TokenMatch) -> Comparison:
-    """Compare one boundary of two sides. Structure first: another width or kind of data is never judged by value."""
+    """Compare one boundary of two sides. Structure first: another width or kind of data is never judged by value. Another
+    number of choices is a difference by itself."""
     empty = _no_rows()
+    if a.width != b.width and (a.info.discrete or b.info.discrete) and _narrow(a) and _narrow(b):
+        rows_a, rows_b, only_a, only_b = _align(a, b, tokens)
+        every = np.arange(len(a) if rows_a is None else len(rows_a))
+        return Comparison(a, b, Method.CHOICES, every, rows_a, rows_b, only_a, only_b, f"{a.width} choices per row against {b.width}")
     if a.width != b.width:
         return Comparison(a, b, Method.NONE, empty, empty, empty, reason=f"width {a.width} against {b.width}")
     for side, boundary in (("A", a), ("B", b)):
@@ -195,10 +202,12 @@ def _beyond(probe: Comparison, resolution: float) -> Comparison:
 
 def _same_dtype(a: LogicalBoundary, b: LogicalBoundary) -> bool:
     """Equal dtypes; narrow integers are int64 whatever they were."""
-    if a.dtype == b.dtype:
-        return True
-    kinds = [DTYPES[dtype].is_narrow(a.width) if dtype in DTYPES else False for dtype in (a.dtype, b.dtype)]
-    return all(kinds)
+    return a.dtype == b.dtype or (_narrow(a) and _narrow(b))
+
+
+def _narrow(boundary: LogicalBoundary) -> bool:
+    """Integers that keep their raw values."""
+    return boundary.dtype in DTYPES and DTYPES[boundary.dtype].is_narrow(boundary.width)
 
 
 def _falsely_partial(boundary: LogicalBoundary) -> bool:

@@ -187,7 +187,9 @@ def boundary_findings(scene: Scene, candidates: Sequence[Candidate], until: floa
         if judged.comparison.method is Method.NONE:
             widths = judged.comparison.a.width != judged.comparison.b.width
             code = FindingCode.WIDTH_DIFFERS if widths else FindingCode.PARTIAL_COPIES_IDENTICAL
-            own.append(Finding(code=code, kind=Kind.ABSENCE, boundary=info.name, text=judged.text))
+            chosen = [name for name in info.inputs if name in scene.judged and scene.judged[name].comparison.method is Method.CHOICES]
+            kind, why = (Kind.INFORMATION, f": follows from {chosen[0]}") if widths and chosen else (Kind.ABSENCE, "")
+            own.append(Finding(code=code, kind=kind, boundary=info.name, text=judged.text + why))
         elif judged.above_D.any():
             finding = _value_finding(scene, info, judged, places.get(info.name), until)
             if finding is not None:

@@ -7,6 +7,7 @@ digest is above it.
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tracer.errors import Code, UsageError
+from tracer.format.schema import Boundary
 from tracer.read.compare import SKETCH_RESOLUTION, Comparison, Method, compare_boundary
 from tracer.read.findings import Kind
 from tracer.read.logical import LogicalTrace
@@ -104,9 +106,9 @@ class Floors:
 
     def above(self, comparison: Comparison) -> npt.NDArray[np.bool_]:
         """Which differing pairs are above floor and tolerance, bool (D,). Inputs always are, and so are rows with
-        another number of non-finite values or an undefined distance; choices are, unless the floor pairs differ there too."""
+        another number of non-finite values or of choices, or an undefined distance; other choices are, unless the floor pairs differ there too."""
         name, count = comparison.name, len(comparison.differing)
-        if not count or not self.given or name.startswith("input."):
+        if not count or not self.given or name.startswith("input.") or comparison.method is Method.CHOICES:
             return np.ones(count, np.bool_)
         limit = self.limit(name) if comparison.values is None else 2 * self.by_boundary.get(name, 0.0)
         if comparison.method is Method.SKETCH:
@@ -114,6 +116,27 @@ class Floors:
         if limit == 0:
             return np.ones(count, np.bool_)
         return ~(comparison.distance_D <= limit) | comparison.nonfinite_differs_D
+
+
+def check_names(tolerance: Tolerance, catalogue: Iterable[Boundary]) -> None:
+    """Refuse limits for boundaries that there are not, or that have none: inputs and choices are equal or they are not.
+
+    Raises ``UsageError`` (bad-argument) with close matches."""
+    limited = {boundary.name: not (boundary.discrete or boundary.name.startswith("input.")) for boundary in catalogue}
+    for name in tolerance.per_boundary:
+        matches = [name] if name in limited else fnmatch.filter(limited, name)
+        if not matches:
+            close = difflib.get_close_matches(name, limited, n=3, cutoff=0.5)
+            raise UsageError(
+                Code.BAD_ARGUMENT, "a tolerance is given for a boundary that neither side has", where=name,
+                expected=" or ".join(close) or "a name or glob that tracer show --all lists", found=name,
+                remedy="tracer show --all TRACE lists every name",
+            )  # fmt: skip
+        if not any(limited[match] for match in matches):
+            raise UsageError(
+                Code.BAD_ARGUMENT, "inputs and choices have no tolerance: they are equal or they are not", where=name, found=name,
+                remedy="leave it out; a floor trace that chooses otherwise at that boundary covers choices",
+            )  # fmt: skip
 
 
 def measure_floors(
@@ -130,8 +153,11 @@ def measure_floors(
     """Measure what was given as floor. Floor traces are of one side: the same host and weights.
 
     Raises ``UsageError`` (bad-argument): a tolerance in ulps (dumps are needed), a floor trace of another side or for
-    both, one that is incomplete or shares no token with its side.
+    both, one that is incomplete or shares no token with its side; ``own`` where neither side saw any row twice; a limit for a
+    boundary that there is not.
     """
+    if tolerance is not None:
+        check_names(tolerance, [*a.catalogue, *b.catalogue])
     if tolerance is not None and tolerance.ulps:
         raise UsageError(
             Code.BAD_ARGUMENT, "a tolerance in ulps needs the raw values of the rows", expected="dumps on both sides",
@@ -147,13 +173,27 @@ def measure_floors(
         for name, distance in _pair_distances(side, trace):
             by_boundary[name] = max(by_boundary.get(name, 0.0), distance)
     if own:
-        for side in (a, b):
-            for name, boundary in side.boundaries.items():
-                noise = side.noise.get(name, 0.0)
-                if math.isnan(noise):  # rows that keep no sketch: "another value" counts as 1, see Comparison.distance_D
-                    noise = 1.0 if boundary.load_statistics() is None else 0.0
-                by_boundary[name] = max(by_boundary.get(name, 0.0), noise)
+        noise = [*_own_noise(a), *_own_noise(b)]
+        if not noise:
+            raise UsageError(
+                Code.BAD_ARGUMENT, f"{SELF} is no floor here: neither side saw any row twice", where="--floor",
+                expected="siblings of one prompt, or the same forward twice, in at least one trace", found="every row once",
+                remedy="record them, or give another trace of a side with --floor-a or --floor-b",
+            )  # fmt: skip
+        for name, distance in noise:
+            by_boundary[name] = max(by_boundary.get(name, 0.0), distance)
     return Floors(by_boundary, tolerance, measured=bool(pairs) or own, own=own)
+
+
+def _own_noise(side: LogicalTrace) -> Iterable[tuple[str, float]]:
+    """Largest distance between siblings or repeats per boundary, of those that saw any row again."""
+    for name, boundary in side.boundaries.items():
+        if name not in side.noise and not (boundary.seen_R > 1).any():
+            continue
+        noise = side.noise.get(name, 0.0)
+        if math.isnan(noise):  # rows that keep no sketch: "another value" counts as 1, see Comparison.distance_D
+            noise = 1.0 if boundary.load_statistics() is None else 0.0
+        yield name, noise
 
 
 def _pair_distances(side: LogicalTrace, trace: LogicalTrace) -> Iterable[tuple[str, float]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tracer.read.choices import TOP_K
 from tracer.read.conditions import Lead
 from tracer.read.findings import (
     BoundaryOutcome,
@@ -336,6 +337,8 @@ def next_step(facts: Facts) -> str:
         return "Put both sides in the same mode (eval, no dropout), then trace again"
     if klass is Class.WEIGHT:
         return f"Run: tracer weights {facts.a.path} {facts.b.path}; then load the same weights on both sides and trace again"
+    if klass is Class.DISCRETE and root is not None and root.text.startswith(f"{TOP_K}:"):
+        return f"Give both sides the same {TOP_K}, then trace again"
     if klass is Class.DISCRETE:
         return "Pin the routing: give both sides the same ids, then trace again; what comes later in these tokens follows from the choice"
     if root is not None and root.between and min(_level(facts.a), _level(facts.b)) < 2:
@@ -345,7 +348,8 @@ def next_step(facts: Facts) -> str:
         return f"Trace side A a second time, then: {again}, to see whether this is above its own noise"
     where = facts.first.boundary if facts.first is not None else "the boundary"
     unseen = "".join(f", as far as it was seen ({unseen})" for unseen in _mask_unseen(facts))
-    return f"Compare how the two sides compute {where}: everything it is computed from is equal{unseen}"
+    equal = "equal or within floor" if any(result.outcome is BoundaryOutcome.WITHIN_FLOOR for result in facts.earlier()) else "equal"
+    return f"Compare how the two sides compute {where}: everything it is computed from is {equal}{unseen}"
 
 
 def _level(trace: LogicalTrace) -> int:

@@ -80,17 +80,17 @@ class Forward:
     ``ids_N``: input ids at those rows, None where this process is not given them.
     ``inputs``: derived integer inputs by boundary name (``input.positions``, ``input.visible_from``),
     (N,) or (N, C) int64, for boundaries that the map binds to ``host``.
-    ``unseen``: inputs that the host is given and cannot put into numbers, with the reason: not observable in this forward.
     ``skipped``: reason -> number of rows with sequence -1 (padding, outside ``tokens=``).
     ``state``: whatever the host wants to find again in ``leaf_rows`` and ``finish_forward``.
+    ``unseen``: inputs that the host is given and cannot put into numbers, with the reason: not observable in this forward.
     """
 
     rows: Rows
     ids_N: IntArray | None = None
     inputs: Mapping[str, IntArray] = field(default_factory=dict)
-    unseen: Mapping[str, str] = field(default_factory=dict)
     skipped: Mapping[str, int] = field(default_factory=dict)
     state: Any = None
+    unseen: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
