@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -50,6 +52,18 @@ def test_what_a_status_means(status_a: Status | None, status_b: Status | None, o
     result, finding = absent_boundary(info, x, y, NOTHING_SAID)
     assert result.outcome is outcome
     assert (None if finding is None else finding.side) is side
+
+
+def test_what_both_call_recorded_and_neither_holds_is_missing() -> None:
+    """A boundary that is called recorded and of which no side has a single execution is an absence, not an equality."""
+    sides = []
+    for side in (Side(), Side()):
+        side.drop(NAME)
+        trace = side.trace()
+        infos = [msgspec.structs.replace(info, status=Status.RECORDED) if info.name == NAME else info for info in trace.catalogue]
+        sides.append(dataclasses.replace(trace, catalogue=tuple(infos)))
+    result = tracer.diff_traces(*sides)
+    assert (result.exit, "missing on both sides: 0 executions" in result.headline) == (2, True)
 
 
 def test_what_a_side_said_itself_is_not_said_again() -> None:

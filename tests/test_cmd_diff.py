@@ -27,7 +27,7 @@ def write(out: Path, *, changed: str = "", by: float = 0.0) -> Path:
         assert found.sum_squares_N is not None
         found.sum_squares_N[:] = np.square(found.sketch_N16.astype(np.float64)).sum(axis=1)
         if name == changed:
-            found.digest_N2[5] += np.uint64(1)
+            found.digest_N2[5] += np.uint64(1e6 * by)
             found.sketch_N16[5] *= np.float32(1 + by)
         writer.add(name, rows, found, dtype="bfloat16", width=64)
     commit(writer, run_id=out.name)
@@ -43,7 +43,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 def test_exit_codes_and_the_line(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     """Equal traces exit 0, different ones 1, and the first line says which."""
     assert run_tracer("diff", pair[0], pair[0]) == 0
-    assert capsys.readouterr().out.startswith("Same: 8 rows at 3 boundaries, all identical")
+    assert capsys.readouterr().out.startswith("Same: 8 rows at 3 boundaries, all identical; A and B are one run, a: compared with itself")
     assert run_tracer("diff", *pair) == 1
     assert capsys.readouterr().out.startswith("First divergence: layers.0.residual, request s0, token 5")
 
@@ -105,3 +105,17 @@ def test_all(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> Non
     """``--all`` leaves nothing out."""
     run_tracer("diff", *pair, "--all")
     assert "not shown" not in capsys.readouterr().out
+
+
+def test_linked_folders_are_read_as_what_they_link_to(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Links to a trace or a shard are followed, and a trace reached by two ways is still one run; a link to itself is no trace."""
+    (tmp_path / "link").symlink_to(pair[0], target_is_directory=True)
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards/shard-00000").symlink_to(pair[0] / "shard-00000", target_is_directory=True)
+    for other in ("link", "shards"):
+        assert run_tracer("diff", pair[0], tmp_path / other) == 0
+        assert "A and B are one run" in capsys.readouterr().out
+    assert run_tracer("diff", tmp_path / "link", pair[1]) == 1
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert run_tracer("diff", pair[0], tmp_path / "loop") == 2
+    assert "[not-a-trace]" in capsys.readouterr().err

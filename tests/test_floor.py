@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -177,3 +179,34 @@ def test_a_boundary_the_floor_lacks_has_no_floor() -> None:
     result = diff_traces(Side().trace(), b.trace(), floor_a=noisy.trace())
     found = next(entry for entry in result.boundaries if entry.name == "layers.3.attn.q")
     assert (result.exit, found.floor, found.rows_above_floor) == (1, None, 1)
+
+
+def test_a_run_of_the_other_side_is_no_floor() -> None:
+    """A floor trace that equals the other side bit for bit, and not its own, would excuse every fault of the other side."""
+    faulty = changed(1e-3, path="b")
+    for options in ({"floor_a": changed(1e-3).trace()}, {"floor_b": Side().trace()}):
+        with pytest.raises(UsageError, match="a run of the other side"):
+            diff_traces(Side().trace(), faulty.trace(), **options)
+    assert diff_traces(Side().trace(), faulty.trace(), floor_a=Side().trace(), floor_b=changed(1e-3).trace()).exit == 1
+
+
+def test_a_floor_with_other_inputs_or_top_k_is_refused() -> None:
+    """A floor trace that was given other positions, or chose another number of experts, would excuse more than noise."""
+    shifted = Side()
+    shifted.values["input.positions"].rows[2:] += 1
+    with pytest.raises(UsageError, match=r"not fed or routed") as error:
+        diff_traces(Side().trace(), changed(1e-3).trace(), floor_a=shifted.trace())
+    assert "input.positions" in error.value.where
+    wider = Side(moe=True)
+    ids = wider.values["layers.1.moe.topk_ids"]
+    ids.rows = np.concatenate([ids.rows, ids.rows + 1], axis=1)
+    with pytest.raises(UsageError, match=r"not fed or routed"):
+        diff_traces(Side(moe=True).trace(), Side(moe=True).trace(), floor_b=wider.trace())
+
+
+def test_a_floor_of_another_map_is_refused() -> None:
+    """Boundaries of another map or model class are other places, whatever their names."""
+    trace = Side().trace()
+    other = msgspec.structs.replace(trace.manifest, map=msgspec.structs.replace(trace.manifest.map, family="llama"))
+    with pytest.raises(UsageError, match="map llama"):
+        diff_traces(Side().trace(), Side().trace(), floor_a=dataclasses.replace(trace, manifests=(other,)))

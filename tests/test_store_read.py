@@ -134,6 +134,28 @@ MANIFESTS: dict[str, tuple[Damage, Code, str]] = {
         "xyz",
     ),
     "a weight outside its file": (edited(lambda content: content.update(weights=[WEIGHT | {"start": 0}])), Code.MANIFEST_INVALID, "2"),
+    "a boundary twice": (
+        edited(lambda content: content["boundaries"].append(content["boundaries"][0])),
+        Code.MANIFEST_INVALID,
+        "embedding",
+    ),
+    "a boundary before its input": (
+        edited(lambda content: content["boundaries"][0].update(inputs=["final_norm"])),
+        Code.MANIFEST_INVALID,
+        "final_norm",
+    ),
+    "a weight outside its shape": (
+        edited(lambda content: content.update(weights=[WEIGHT | {"row_spans": [[1, 3]]}])),
+        Code.MANIFEST_INVALID,
+        "(1, 3)",
+    ),
+    "a weight with a negative size": (edited(lambda content: content.update(weights=[WEIGHT | {"rows": -1}])), Code.MANIFEST_INVALID, "w"),
+    "rows never computed without end": (
+        edited(lambda content: content.update(not_computed=[{"sequence": "s0", "positions": [[0, 1 << 60]], "reason": "none"}])),
+        Code.MANIFEST_INVALID,
+        str(1 << 60),
+    ),
+    "another dtype than its segments": (with_boundary(dtype="float32"), Code.SHARD_INCOMPLETE, "dtype bfloat16"),
     "other counts": (edited(lambda content: content["segments"][1].update(rows=5)), Code.SEGMENT_INVALID, "4 rows"),
 }
 

@@ -113,7 +113,7 @@ def _run(arguments: list[str]) -> int:
     except Exception as error:
         if hasattr(error, "show") and hasattr(error, "exit_code"):  # the parser's own, whichever click typer brings
             error.show()
-            _write_failure(arguments, UsageError(Code.BAD_ARGUMENT, str(getattr(error, "message", "")) or "the command line is incomplete"))
+            _write_failure(arguments, UsageError(Code.BAD_ARGUMENT, str(getattr(error, "format_message", error.__str__)())))
             return _TROUBLE
         if type(error).__name__ == "Abort":
             return _say("interrupted; nothing was written")

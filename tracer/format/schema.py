@@ -48,6 +48,7 @@ import msgspec
 __all__ = [
     "FORMAT_VERSION",
     "MANIFEST_NAME",
+    "MOST_TOKENS",
     "NARROW_INTEGER_COLUMNS",
     "OUTSIDE_TOKENS",
     "SEGMENT_METADATA_KEY",
@@ -79,6 +80,9 @@ WEIGHTS_NAME = "weights.safetensors"
 SEGMENT_METADATA_KEY = "tracer"
 NARROW_INTEGER_COLUMNS = 64
 """Integer rows up to this wide are widened to int64 and keep their raw values instead of a sketch."""
+
+MOST_TOKENS = 1 << 27
+"""A position beyond this is no token of a sequence, and would make its table larger than the trace."""
 
 OUTSIDE_TOKENS = "outside tokens="
 """Reason of rows that ``tokens=`` left out: computed, yet not recorded. Unlike what was never computed they are missed by a

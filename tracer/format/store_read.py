@@ -6,7 +6,8 @@ Nothing is loaded that is not asked for. ``inspect_shard`` collects everything t
 Refused:
 - *the manifest*: no JSON, another format number or none, an unknown key, a wrong type, a rank or mesh coordinate outside
   its world, a file name other than the one its place demands (names are data, never paths), an unknown dtype, a malformed
-  weight digest, a weight outside the weights file, another checksum than it gives of itself;
+  weight digest, a weight outside the weights file or its own shape, a boundary listed twice or before what it is computed from,
+  positions that no sequence has, another checksum than it gives of itself;
 - *a file*: listed but missing, present but not listed, another size or checksum than was written, other columns or layout
   than the format has, other counts than the manifest lists, another number than its name says;
 - *a block*: an unknown dtype, a range outside its column, spans that overlap or leave the row;
@@ -43,6 +44,7 @@ from tracer.format.dtypes import dtype_info
 from tracer.format.fingerprint import Fingerprints
 from tracer.format.schema import (
     MANIFEST_NAME,
+    MOST_TOKENS,
     WEIGHTS_NAME,
     Block,
     Boundary,
@@ -300,9 +302,21 @@ def read_manifest(path: Path) -> Manifest:
             raise invalid("lists a segment that is not the next one", expected=segment_name(number), found=info.file)
     if manifest.weights_file is not None and manifest.weights_file.file != WEIGHTS_NAME:
         raise invalid("names another weights file than the format has", expected=WEIGHTS_NAME, found=manifest.weights_file.file)
-    for boundary in manifest.boundaries:
+    place = {boundary.name: at for at, boundary in enumerate(manifest.boundaries)}
+    for at, boundary in enumerate(manifest.boundaries):
         if boundary.dtype not in ("", "mixed"):
             dtype_info(boundary.dtype, f"{path}, boundary {boundary.name}")
+        if place[boundary.name] != at:
+            raise invalid("lists a boundary twice", expected="each name once", found=boundary.name)
+        later = next((name for name in boundary.inputs if place.get(name, -1) >= at), "")
+        if later:
+            raise invalid(f"lists {boundary.name} before what it is computed from", expected="causal order", found=later)
+    for declared in manifest.not_computed:
+        for start, stop in declared.positions:
+            if not 0 <= start <= stop <= MOST_TOKENS:
+                raise invalid(
+                    f"declares positions that no sequence has: {declared.reason}", expected=f"0 .. {MOST_TOKENS}", found=f"{start} .. {stop}"
+                )
     weight_lines = manifest.weights_file.rows if manifest.weights_file is not None else 0
     for weight in manifest.weights:
         if not weight.unknown:
@@ -312,6 +326,11 @@ def read_manifest(path: Path) -> Manifest:
                     raise invalid(
                         f"has a malformed digest of weight {weight.name}", expected="two lanes of 16 hex digits", found=str(lanes)
                     )
+        for spans, size in ((weight.row_spans, weight.rows), (weight.column_spans, weight.columns)):
+            if not _inside(spans, size):
+                raise invalid(
+                    f"places weight {weight.name} outside its shape", expected=f"disjoint spans within 0 .. {size}", found=str(list(spans))
+                )
         held = sum(stop - start for start, stop in weight.row_spans) if weight.row_spans else weight.rows
         if weight.start >= 0 and weight.start + held > weight_lines:
             raise invalid(
@@ -521,11 +540,15 @@ def _check_segment(segment: Segment, sequences: int, verify: bool) -> None:
     segment.file.release()
 
 
-def _check_spans(path: Path, block: Block) -> None:
-    taken = sorted(block.spans)
+def _inside(spans: Iterable[Span], size: int) -> bool:
+    """Disjoint spans, none empty, within ``0 .. size``."""
+    taken = sorted(spans)
     ends = [0, *(stop for _, stop in taken)]
-    inside = all(end <= start < stop <= block.width for (start, stop), end in zip(taken, ends[:-1], strict=True))
-    if block.width < 0 or not inside:
+    return size >= 0 and all(end <= start < stop <= size for (start, stop), end in zip(taken, ends[:-1], strict=True))
+
+
+def _check_spans(path: Path, block: Block) -> None:
+    if not _inside(block.spans, block.width):
         raise _invalid(
             path,
             f"boundary {block.boundary} has columns that no row has",

@@ -150,7 +150,8 @@ def absent_boundary(
     recorded_a, recorded_b = info.name in a.boundaries, info.name in b.boundaries
     lacking, status = (Side.A, status_a) if recorded_b else (Side.B, status_b)
     if not recorded_a and not recorded_b:
-        vacuous = [side for side, known in ((Side.A, status_a), (Side.B, status_b)) if known and known.status is BoundaryStatus.VACUOUS]
+        never = (BoundaryStatus.VACUOUS, BoundaryStatus.RECORDED)  # to be recorded, and without a single execution
+        vacuous = [side for side, known in ((Side.A, status_a), (Side.B, status_b)) if known and known.status in never]
         if not vacuous:
             reason = next((known.reason for known in (status_a, status_b) if known and known.reason), "")
             return _with(result, BoundaryOutcome.NOT_RECORDED, reason), None

@@ -211,6 +211,12 @@ def _pair_distances(side: LogicalTrace, trace: LogicalTrace) -> Iterable[tuple[s
         comparison = compare_boundary(boundary, other, pairing.tokens)
         if comparison.method is Method.NONE or not len(comparison):
             continue
+        if comparison.method is Method.CHOICES or (name.startswith("input.") and len(comparison.differing)):
+            raise UsageError(
+                Code.BAD_ARGUMENT, "a floor trace was not fed or routed as its side", where=f"{trace.path}, {name}",
+                expected=f"{name} as in {side.path}", found=comparison.reason or f"{len(comparison.differing)} other rows",
+                remedy="a floor differs from its side in what must not matter: record it again with the same inputs and top_k",
+            )  # fmt: skip
         distance = comparison.distance_D
         distance = distance[np.isfinite(distance)]
         yield name, float(distance.max()) if len(distance) else 0.0
@@ -254,10 +260,32 @@ def _check_side(side: LogicalTrace, other: LogicalTrace, trace: LogicalTrace, op
     unreadable = [finding.text for finding in trace.findings if finding.kind is Kind.UNREADABLE]
     if unreadable:
         raise UsageError(Code.BAD_ARGUMENT, "a floor trace cannot be read as a whole", where=trace.path, found=unreadable[0])
-    if side.manifest.host != trace.manifest.host or not _same_weights(side, trace):
+    if _same_program(side, other) and _equal(other, trace) and not _equal(side, trace):
         raise UsageError(
-            Code.BAD_ARGUMENT, f"{option} is no trace of that side", where=trace.path,
-            expected=f"host {side.manifest.host} with the weights of {side.path}",
-            found=f"host {trace.manifest.host}" + ("" if side.manifest.host != trace.manifest.host else " with other weights"),
-            remedy="a floor is the same program with the same weights, run again or in another layout",
+            Code.BAD_ARGUMENT, f"{option} is a run of the other side: it equals that bit for bit, and this side does not", where=trace.path,
+            expected=f"another run of {side.path}", found=f"the values of {other.path}",
+            remedy="record the side that the floor is for once more, with the program of that side",
         )  # fmt: skip
+    if not _same_program(side, trace):
+        raise UsageError(
+            Code.BAD_ARGUMENT, f"{option} is no trace of that side", where=trace.path, expected=f"{_program(side)} with the weights of {side.path}",
+            found=_program(trace) + ("" if _same_weights(side, trace) else " with other weights"),
+            remedy="a floor is the same program with the same map and weights, run again or in another layout",
+        )  # fmt: skip
+
+
+def _same_program(x: LogicalTrace, y: LogicalTrace) -> bool:
+    """One program as far as traces tell."""
+    return _program(x) == _program(y) and _same_weights(x, y)
+
+
+def _program(trace: LogicalTrace) -> str:
+    manifest = trace.manifest
+    return f"host {manifest.host}, map {manifest.map.family}, model {manifest.map.root_class}"
+
+
+def _equal(x: LogicalTrace, y: LogicalTrace) -> bool:
+    """Whether all that both recorded of common tokens is bitwise equal."""
+    tokens = pair_sides(x, y).tokens
+    pairs = [compare_boundary(x.boundaries[name], y.boundaries[name], tokens) for name in x.boundaries.keys() & y.boundaries.keys()]
+    return any(len(pair) for pair in pairs) and not any(pair.method is Method.NONE or len(pair.differing) for pair in pairs)

@@ -213,6 +213,12 @@ def _mask_unseen(facts: Facts) -> list[str]:
     return [f"mask not seen on {' and '.join(sides)}"] if sides else []
 
 
+def _same_run(facts: Facts) -> list[str]:
+    """That a trace was compared with itself, which proves nothing about two programs."""
+    run_ids = {trace.manifest.run_id for trace in (facts.a, facts.b) if trace.manifests}
+    return [f"A and B are one run, {run_ids.pop()}: compared with itself"] if len(run_ids) == 1 else []
+
+
 def _rows_total(facts: Facts) -> tuple[int, int]:
     """Tokens compared, and tokens of both sides together."""
     pairing = facts.pairing
@@ -226,7 +232,7 @@ def _same_line(facts: Facts) -> str:
     boundaries = [result for result in facts.results if result.rows_compared]
     within = [result for result in boundaries if result.outcome is BoundaryOutcome.WITHIN_FLOOR]
     by_sketch = [result for result in boundaries if result.outcome is BoundaryOutcome.BY_SKETCH]
-    notes = [*_changed_weights(facts), *declared_notes(facts)]
+    notes = [*_same_run(facts), *_changed_weights(facts), *declared_notes(facts)]
     line = f"Same on {matched} of {count(total, 'row')}" if matched < total else f"Same: {count(matched, 'row')}"
     line += f" at {count(len(boundaries), 'boundary')}"
     if within and facts.first_bitwise is not None:
