@@ -131,6 +131,7 @@ class Rank:
             mesh=self.mesh,
             map=MapIdentity(family="tiny", host="test", root_class="Tiny", digest="0"),
             level=2,
+            weights_mode="none",
             boundaries=tuple(self.boundaries.values()),
             counts=Counts(forwards=1, rows=1),
         )

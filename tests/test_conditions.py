@@ -61,8 +61,9 @@ def test_both_sides_alike_is_no_lead() -> None:
 
 def test_values_by_layer_are_one_line() -> None:
     """What a host lists by layer index is read as values and where they hold, against a single value of the other side."""
-    a = {"mlp": {"top_k": 2}}
-    b = {"mlp": {"top_k": {"by_index": {"2": "0 1 2 5", "4": "3"}}, "experts": {"by_index": {"1": "0.1 0.2", "2": "1.1"}}}}
+    a: dict[str, object] = {"mlp": {"top_k": 2}}
+    layers, experts = {"2": "0 1 2 5", "4": "3"}, {"1": "0.1 0.2", "2": "1.1"}
+    b: dict[str, object] = {"mlp": {"top_k": {"by_index": layers}, "experts": {"by_index": experts}}}
     assert differing(a, b) == {
         "mlp.experts": {"a": None, "b": "1 at 0.1 0.2, 2 at 1.1"},
         "mlp.top_k": {"a": 2, "b": "2 at 0..2 5, 4 at 3"},

@@ -651,7 +651,8 @@ def test_another_top_k_is_a_discrete_path_mismatch(swapped: bool) -> None:
         ids, weights, out = (b.values[f"{at}.{name}"] for name in ("topk_ids", "topk_weights", "expert_out"))
         logits = b.values[f"{at}.router_logits"].rows
         chosen = a.values[f"{at}.topk_ids"].rows
-        ids.rows = np.array([np.sort([*own, *[e for e in np.argsort(-row) if e not in own][:2]]) for own, row in zip(chosen, logits, strict=True)])
+        further = [[e for e in np.argsort(-row) if e not in own][:2] for own, row in zip(chosen, logits, strict=True)]
+        ids.rows = np.sort(np.concatenate([chosen, np.array(further)], axis=1), axis=1)
         weights.rows = np.repeat(weights.rows, 2, axis=1)
         out.rows, out.tokens = np.repeat(out.rows, 2, axis=0), np.repeat(out.tokens, 2)
         out.experts = ids.rows.reshape(-1).astype(np.int64)

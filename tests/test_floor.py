@@ -184,9 +184,10 @@ def test_a_boundary_the_floor_lacks_has_no_floor() -> None:
 def test_a_run_of_the_other_side_is_no_floor() -> None:
     """A floor trace that equals the other side bit for bit, and not its own, would excuse every fault of the other side."""
     faulty = changed(1e-3, path="b")
-    for options in ({"floor_a": changed(1e-3).trace()}, {"floor_b": Side().trace()}):
+    for floor_a, floor_b in ((changed(1e-3), None), (None, Side())):
+        floors = [() if side is None else side.trace() for side in (floor_a, floor_b)]
         with pytest.raises(UsageError, match="a run of the other side"):
-            diff_traces(Side().trace(), faulty.trace(), **options)
+            diff_traces(Side().trace(), faulty.trace(), floor_a=floors[0], floor_b=floors[1])
     assert diff_traces(Side().trace(), faulty.trace(), floor_a=Side().trace(), floor_b=changed(1e-3).trace()).exit == 1
 
 

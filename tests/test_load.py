@@ -9,6 +9,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +258,7 @@ def test_a_large_world_opens_in_linear_time_and_little_memory(tmp_path: Path) ->
     for size in (64, 512):
         for rank in range(size):
             shutil.copytree(shard, tmp_path / str(size) / f"shard-{rank:05d}")
-            edit_manifest(tmp_path / str(size) / f"shard-{rank:05d}", lambda content, of=(rank, size): content.update(rank=of[0], world_size=of[1]))
+            edit_manifest(tmp_path / str(size) / f"shard-{rank:05d}", partial(dict.update, rank=rank, world_size=size))
     seconds = {}
     for size in (64, 512):
         start = time.process_time()

@@ -144,6 +144,7 @@ MANIFESTS: dict[str, tuple[Damage, Code, str]] = {
         Code.MANIFEST_INVALID,
         "final_norm",
     ),
+    "an unknown weights mode": (edited(lambda content: content.update(weights_mode="some")), Code.MANIFEST_INVALID, "some"),
     "a weight outside its shape": (
         edited(lambda content: content.update(weights=[WEIGHT | {"row_spans": [[1, 3]]}])),
         Code.MANIFEST_INVALID,
@@ -199,6 +200,7 @@ SEGMENTS: dict[str, tuple[Damage, Code, str]] = {
     "a row that is not in the table": (with_column("lists", 4), Code.SEGMENT_INVALID, "4"),
     "a sequence that was never opened": (with_column("rows.sequence", 1), Code.SEGMENT_INVALID, "1"),
     "a negative sequence": (with_column("rows.sequence", -1), Code.SEGMENT_INVALID, "-1"),
+    "an expert that is none": (with_column("rows.expert", -2), Code.SEGMENT_INVALID, "-2"),
     "a negative position": (with_column("rows.position", -7), Code.SEGMENT_INVALID, "-7"),
     "ids of a sequence that was never opened": (with_column("ids.sequence", 3), Code.SEGMENT_INVALID, "3"),
 }

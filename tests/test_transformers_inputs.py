@@ -104,7 +104,8 @@ def unseen_masks() -> dict[str, tuple[Any, str]]:
     heads[0, 1, 5, 0] = False
     biased = torch.zeros(2, 1, 6, 6).masked_fill(~causal, lowest)
     biased[1, 0, 4, 1] = -0.5
-    added = {name: torch.zeros(mask.shape).masked_fill(~mask, lowest) for name, mask in (("hole", hole), ("ahead", ahead), ("heads", heads))}
+    shown = {"hole": hole, "ahead": ahead, "heads": heads}
+    added = {name: torch.zeros(mask.shape).masked_fill(~mask, lowest) for name, mask in shown.items()}
     return {
         "hole": (added["hole"], "a run of tokens"),
         "ahead": (added["ahead"], "a run of tokens"),

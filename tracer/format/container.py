@@ -24,7 +24,7 @@ import numpy.typing as npt
 import xxhash
 
 from tracer.errors import CaptureError, Code, InternalError, TraceFormatError
-from tracer.format.schema import FORMAT_VERSION, SEGMENT_METADATA_KEY, Manifest, SegmentHeader
+from tracer.format.schema import FORMAT_VERSION, SEGMENT_METADATA_KEY, SegmentHeader
 
 __all__ = [
     "SEGMENT_COLUMNS",
@@ -216,11 +216,13 @@ def checksum(path: Path) -> str:
             return xxhash.xxh3_128_hexdigest(mapped)
 
 
-def manifest_checksum(manifest: Manifest) -> str:
+def manifest_checksum(raw: bytes | str) -> str:
     """xxh3_128 over what a manifest says, its own checksum left out, however the file is laid out; 32 hex digits.
 
-    Raises TypeError and ValueError where it holds something that is no JSON."""
-    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(msgspec.structs.replace(manifest, xxh3_128=""), order="deterministic"))
+    Raises ``msgspec.DecodeError`` for what is no JSON."""
+    said = msgspec.json.decode(raw)
+    said.pop("xxh3_128", None)
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(said, order="sorted"))
 
 
 class _Probe(msgspec.Struct):

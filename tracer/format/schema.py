@@ -356,5 +356,5 @@ class Manifest(_Record, frozen=True, kw_only=True):
     complete: bool = True
     incomplete_reason: str = ""
     xxh3_128: str = ""
-    """32 hex digits over everything else that is said here: as JSON without white space and without this key, the keys of an
-    object in the order of these tables, those of free objects (``conditions``) sorted."""
+    """32 hex digits over everything else that the file says: the object without this key, written with all keys sorted and
+    no white space."""

@@ -310,9 +310,9 @@ class ShardWriter:
             reason = manifest.incomplete_reason or str(self._failure)
             manifest = msgspec.structs.replace(manifest, complete=False, incomplete_reason=reason)
         try:
-            manifest = msgspec.json.decode(msgspec.json.encode(manifest), type=Manifest)  # as a reader will have it
-            manifest = msgspec.structs.replace(manifest, xxh3_128=manifest_checksum(manifest))
+            manifest = msgspec.structs.replace(manifest, xxh3_128=manifest_checksum(msgspec.json.encode(manifest)))
             text = msgspec.json.format(msgspec.json.encode(manifest, order="deterministic"), indent=1)
+            manifest = msgspec.json.decode(text, type=Manifest)  # as a reader will have it
         except (TypeError, ValueError) as error:
             raise InternalError(
                 Code.INTERNAL,

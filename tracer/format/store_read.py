@@ -288,6 +288,8 @@ def read_manifest(path: Path) -> Manifest:
         manifest = msgspec.json.decode(raw, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise invalid("does not fit the format", found=str(error)) from error
+    if manifest.weights_mode not in ("digest", "rows", "none"):
+        raise invalid("has another weights mode than the format", expected="digest, rows or none", found=manifest.weights_mode)
     if not 0 <= manifest.rank < manifest.world_size <= _MAX_WORLD:
         raise invalid(
             "names a rank outside its world", expected="0 <= rank < world size", found=f"{manifest.rank} of {manifest.world_size}"
@@ -314,9 +316,8 @@ def read_manifest(path: Path) -> Manifest:
     for declared in manifest.not_computed:
         for start, stop in declared.positions:
             if not 0 <= start <= stop <= MOST_TOKENS:
-                raise invalid(
-                    f"declares positions that no sequence has: {declared.reason}", expected=f"0 .. {MOST_TOKENS}", found=f"{start} .. {stop}"
-                )
+                what = f"declares positions that no sequence has: {declared.reason}"
+                raise invalid(what, expected=f"0 .. {MOST_TOKENS}", found=f"{start} .. {stop}")
     weight_lines = manifest.weights_file.rows if manifest.weights_file is not None else 0
     for weight in manifest.weights:
         if not weight.unknown:
@@ -336,7 +337,7 @@ def read_manifest(path: Path) -> Manifest:
             raise invalid(
                 f"places weight {weight.name} outside the weights file", expected=f"{weight_lines} lines", found=str(weight.start + held)
             )
-    found = manifest_checksum(manifest)
+    found = manifest_checksum(raw)
     if found != manifest.xxh3_128:
         raise _altered(path, "is not as it was written", f"xxh3_128 {manifest.xxh3_128 or 'of itself'}", found)
     return manifest
@@ -530,13 +531,14 @@ def _check_segment(segment: Segment, sequences: int, verify: bool) -> None:
     if not verify:
         return
     limits = {"lists": lines["rows.sequence"], "rows.sequence": sequences, "ids.sequence": sequences}
-    for column in ("lists", "rows.sequence", "rows.position", "rows.forward", "ids.sequence", "ids.position"):
+    for column in ("lists", "rows.sequence", "rows.position", "rows.forward", "rows.expert", "ids.sequence", "ids.position"):
         values = segment.file.column(column)
         if not len(values):
             continue
         low, high, limit = int(values.min()), int(values.max()), limits.get(column, 1 << 31)
-        if low < 0 or high >= limit:
-            raise _invalid(path, f"column {column} refers to nothing", expected=f"within 0 .. {limit - 1}", found=f"{low} .. {high}")
+        least = -1 if column == "rows.expert" else 0
+        if low < least or high >= limit:
+            raise _invalid(path, f"column {column} refers to nothing", expected=f"within {least} .. {limit - 1}", found=f"{low} .. {high}")
     segment.file.release()
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from tracer.format.dtypes import DTYPES
 from tracer.format.fingerprint import row_distance
+from tracer.format.schema import RowScope
 from tracer.read.logical import LogicalBoundary, Statistics
 from tracer.read.pairing import TokenMatch
 
@@ -122,6 +123,7 @@ class Comparison:
             x, y = _Taken(a.sketch_R16[rows_a], a.sum_squares_R[rows_a]), _Taken(b.sketch_R16[rows_b], b.sum_squares_R[rows_b])
             found = row_distance(x, y)
             same = (x.sketch_R16 == y.sketch_R16).all(axis=1)
+            same &= np.isfinite(x.sum_squares_R) & np.isfinite(y.sum_squares_R)
             found[same] = 0.0  # two zero rows that differ in the sign of zero have no norm to divide by
             out[start : start + _CHUNK] = found
         return out
@@ -164,6 +166,9 @@ def compare_boundary(a: LogicalBoundary, b: LogicalBoundary, tokens: TokenMatch)
         rows_a, rows_b, only_a, only_b = _align(a, b, tokens)
         every = np.arange(len(a) if rows_a is None else len(rows_a))
         return Comparison(a, b, Method.CHOICES, every, rows_a, rows_b, only_a, only_b, f"{a.width} choices per row against {b.width}")
+    if (a.info.rows is RowScope.NEXT) != (b.info.rows is RowScope.NEXT):
+        reason = "rows speak of their own token on one side and of the next on the other"
+        return Comparison(a, b, Method.NONE, empty, empty, empty, reason=reason)
     if a.width != b.width:
         return Comparison(a, b, Method.NONE, empty, empty, empty, reason=f"width {a.width} against {b.width}")
     for side, boundary in (("A", a), ("B", b)):

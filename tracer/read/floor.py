@@ -106,7 +106,8 @@ class Floors:
 
     def above(self, comparison: Comparison) -> npt.NDArray[np.bool_]:
         """Which differing pairs are above floor and tolerance, bool (D,). Inputs always are, and so are rows with
-        another number of non-finite values or of choices, or an undefined distance; other choices are, unless the floor pairs differ there too."""
+        another number of non-finite values or of choices, or an undefined distance; other choices are, unless the floor pairs
+        differ there too."""
         name, count = comparison.name, len(comparison.differing)
         if not count or not self.given or name.startswith("input.") or comparison.method is Method.CHOICES:
             return np.ones(count, np.bool_)
@@ -268,7 +269,8 @@ def _check_side(side: LogicalTrace, other: LogicalTrace, trace: LogicalTrace, op
         )  # fmt: skip
     if not _same_program(side, trace):
         raise UsageError(
-            Code.BAD_ARGUMENT, f"{option} is no trace of that side", where=trace.path, expected=f"{_program(side)} with the weights of {side.path}",
+            Code.BAD_ARGUMENT, f"{option} is no trace of that side", where=trace.path,
+            expected=f"{_program(side)} with the weights of {side.path}",
             found=_program(trace) + ("" if _same_weights(side, trace) else " with other weights"),
             remedy="a floor is the same program with the same map and weights, run again or in another layout",
         )  # fmt: skip

@@ -218,7 +218,8 @@ def check_recompute(scene: Scene, info: Boundary, tracks: Listed[Track], again: 
         kind=Kind.DIFFERENCE,
         boundary=info.name,
         rows=differing,
-        text=f"recompute differs from the first pass at {row} on {scene.rank(rank)}; {differing} of {count(compared, 'recomputed row')}{size}",
+        text=f"recompute differs from the first pass at {row} on {scene.rank(rank)}; "
+        f"{differing} of {count(compared, 'recomputed row')}{size}",
         request=request,
         position=position,
         ranks=(rank,),

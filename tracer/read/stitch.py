@@ -272,8 +272,8 @@ class _Joiner:
                 boundary=info.name,
                 rows=sum(entry.block.row_count for entry in others),
                 ranks=tuple(sorted({entry.manifest.rank for entry in others})),
-                text=f"rows of width {', '.join(str(other) for other in sorted(rows) if other != width)} beside {count(rows[width], 'row')} of "
-                f"width {width}: left out",
+                text=f"rows of width {', '.join(str(other) for other in sorted(rows) if other != width)} "
+                f"beside {count(rows[width], 'row')} of width {width}: left out",
                 remedy="padding columns need the logical width from the map or the model's config",
             )
         )

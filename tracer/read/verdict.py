@@ -215,8 +215,8 @@ def _mask_unseen(facts: Facts) -> list[str]:
 
 def _same_run(facts: Facts) -> list[str]:
     """That a trace was compared with itself, which proves nothing about two programs."""
-    run_ids = {trace.manifest.run_id for trace in (facts.a, facts.b) if trace.manifests}
-    return [f"A and B are one run, {run_ids.pop()}: compared with itself"] if len(run_ids) == 1 else []
+    run_id = facts.a.manifest.run_id
+    return [f"A and B are one run, {run_id}: compared with itself"] if run_id and run_id == facts.b.manifest.run_id else []
 
 
 def _rows_total(facts: Facts) -> tuple[int, int]:
