@@ -548,6 +548,17 @@ def test_s27_the_same_split_is_compared_rank_by_rank() -> None:
     assert "partial sums" in next(boundary.text for boundary in result.boundaries if boundary.name == NAME)
 
 
+def test_the_same_parts_on_other_coordinates_are_equal() -> None:
+    """Parts of one sum that lie on other coordinates of the axis are the same sum; another part is still found."""
+    a, b, c = Side(), Side(), Side()
+    for side, shares in ((a, (0.75, 0.25)), (b, (0.25, 0.75)), (c, (0.25, 0.5))):
+        partial(side, NAME, shares)
+    result = diff_traces(a.trace(), b.trace())
+    assert result.exit == 0
+    assert "in 12 rows the same parts on other coordinates" in next(line.text for line in result.boundaries if line.name == NAME)
+    assert first(diff_traces(a.trace(), c.trace()))[0] == NAME
+
+
 def test_s28a_partial_sums_against_the_whole_are_left_open() -> None:
     """Partial sums whose sketches add up to the other side's value are never identical: exit 2 without a floor."""
     b = Side()

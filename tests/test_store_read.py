@@ -254,7 +254,7 @@ def test_headers_alone_are_checked_without_verify(tmp_path: Path) -> None:
     assert read_shard(shard, verify=False).problems == ()
     passing = {"a bit flipped in the middle", "a bit flipped at the end", "a bit flipped in the header"}
     for number, name in enumerate(sorted(SEGMENTS.keys() - passing)):
-        if "sequence" in name or "position" in name or "table" in name:
+        if any(word in name for word in ("sequence", "position", "table", "expert")):
             continue
         shard = write_shard(tmp_path / str(number))
         SEGMENTS[name][0](shard)

@@ -19,6 +19,7 @@ from tracer.format.fingerprint import row_distance
 from tracer.format.schema import RowScope
 from tracer.read.logical import LogicalBoundary, Statistics
 from tracer.read.pairing import TokenMatch
+from tracer.read.wording import count
 
 __all__ = ["SKETCH_RESOLUTION", "Comparison", "Method", "compare_boundary", "partial_rounding"]
 
@@ -185,7 +186,13 @@ def compare_boundary(a: LogicalBoundary, b: LogicalBoundary, tokens: TokenMatch)
             pairs = zip(sorted(a.parts, key=lambda part: part.coordinate), sorted(b.parts, key=lambda part: part.coordinate), strict=True)
             apart = [_apart(x.digest_R2, y.digest_R2, rows_a, rows_b) for x, y in pairs]
             differing = np.unique(np.concatenate(apart)) if apart else empty
-            return compared(Method.PARTS, differing, f"partial sums over {a.partial_axis}, compared coordinate by coordinate")
+            how = "coordinate by coordinate"
+            if len(differing):
+                left = differing[_other_parts(a, b, *compared(Method.PARTS, differing).sides(differing))]
+                moved = len(differing) - len(left)
+                how += f" (in {count(moved, 'row')} the same parts on other coordinates)" if moved else ""
+                differing = left
+            return compared(Method.PARTS, differing, f"partial sums over {a.partial_axis}, compared {how}")
         reason = "partial sums over " + " and ".join(sorted({axis for axis in (a.partial_axis, b.partial_axis) if axis}))
         return _beyond(compared(Method.SKETCH, empty, reason), partial_rounding(a, b))
     if not _same_dtype(a, b):
@@ -230,6 +237,16 @@ def _same_split(a: LogicalBoundary, b: LogicalBoundary) -> bool:
         and a.dtype == b.dtype
         and sorted((part.coordinate, part.size) for part in a.parts) == sorted((part.coordinate, part.size) for part in b.parts)
     )
+
+
+def _other_parts(a: LogicalBoundary, b: LogicalBoundary, rows_a: I64, rows_b: I64) -> Bools:
+    """Rows whose parts are not the same ones, on whatever coordinates: (D,)."""
+    held = []
+    for boundary, rows in ((a, rows_a), (b, rows_b)):
+        lanes_DP = np.stack([np.ascontiguousarray(part.digest_R2[rows]).view("u8,u8")[:, 0] for part in boundary.parts], axis=1)
+        held.append(np.sort(lanes_DP, axis=1))
+    other: Bools = (held[0] != held[1]).any(axis=1)
+    return other
 
 
 def _apart(digest_a: U64, digest_b: U64, rows_a: I64 | None, rows_b: I64 | None) -> I64:
