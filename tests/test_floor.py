@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -211,3 +212,27 @@ def test_a_floor_of_another_map_is_refused() -> None:
     other = msgspec.structs.replace(trace.manifest, map=msgspec.structs.replace(trace.manifest.map, family="llama"))
     with pytest.raises(UsageError, match="map llama"):
         diff_traces(Side().trace(), Side().trace(), floor_a=dataclasses.replace(trace, manifests=(other,)))
+
+
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        ({"relative": "1e-3"}, "relative"),
+        ({"relative": None}, "relative"),
+        ({"relative": True}, "relative"),
+        ({"relative": -1.0}, "relative"),
+        ({"relative": float("nan")}, "relative"),
+        ({"relative": float("inf")}, "relative"),
+        ({"ulps": 1.5}, "ulps"),
+        ({"ulps": "2"}, "ulps"),
+        ({"per_boundary": 5}, "per_boundary"),
+        ({"per_boundary": {"layers.*": "x"}}, "layers.*"),
+    ],
+)
+def test_what_is_no_tolerance_is_refused(given: Any, where: str) -> None:
+    """A limit that is no finite number from 0 on is a typed error that names it, what works and what was given."""
+    with pytest.raises(UsageError) as caught:
+        Tolerance(**given)
+    assert (caught.value.code, caught.value.where) == (Code.BAD_ARGUMENT, where)
+    assert caught.value.expected
+    assert caught.value.found

@@ -82,7 +82,7 @@ class InputReader:
             sequences.notes.append(Note(code="mask-unreadable", text=f"input.visible_from is not told: {unseen}"))
         position_BSP, positions_given = _positions(given.get("position_ids"), shape)
         cu_seqlens = given.get("cu_seq_lens_q")
-        lengths = None if past else sequences.document_lengths(batch)
+        lengths = None if past else sequences.document_lengths(token_BS)
         if lengths is None and isinstance(cu_seqlens, torch.Tensor) and not past:
             lengths = _row_lengths(_array(cu_seqlens), batch, columns)
         if lengths is not None:
@@ -93,7 +93,7 @@ class InputReader:
         generating, end_ids = self._generation()
         call = Call(
             number=number,
-            ids_BS=None if ids is None else _array(ids).reshape(batch, -1)[:, :columns],
+            ids_BS=None if ids is None or ids.ndim != 2 else _array(ids),
             token_BS=token_BS,
             position_BS=position_BSP[..., 0],
             positions_given=positions_given,
@@ -106,7 +106,7 @@ class InputReader:
             end_ids=end_ids,
             salt=_salt(given),
         )
-        position_NP = position_BSP.reshape(batch * columns, -1)
+        position_NP = position_BSP.reshape(batch * columns, position_BSP.shape[2])
         return call, position_NP[:, 0] if position_NP.shape[1] == 1 else position_NP
 
     def _read_mask(self, mask: Any, shape: Shape, known_BP: BoolArray | None) -> _Mask:
@@ -256,7 +256,7 @@ def _positions(position_ids: Any, shape: Shape) -> tuple[IntArray, bool]:
         return default_BS[..., None], False
     position_PBS = _array(position_ids)
     if position_PBS.ndim < 3:
-        position_PBS = position_PBS.reshape(1, -1, position_PBS.shape[-1])
+        position_PBS = np.atleast_2d(position_PBS)[None]
     position_PBS = np.broadcast_to(position_PBS[..., -columns:], (position_PBS.shape[0], batch, columns))
     return np.moveaxis(position_PBS, 0, -1), True
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from tracer.format.schema import RowScope
 from tracer.read.logical import LogicalSequence, LogicalTrace, TokenTable
 
-__all__ = ["IDS", "POSITIONS", "Pairing", "Parting", "TokenMatch", "pair_sides"]
+__all__ = ["IDS", "MASK", "POSITIONS", "Pairing", "Parting", "TokenMatch", "mask_unseen", "pair_sides"]
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
@@ -30,6 +30,8 @@ Mask = npt.NDArray[np.bool_]
 
 IDS = "input.ids"
 POSITIONS = "input.positions"
+MASK = "input.visible_from"
+"""What tells of every row which tokens it may attend to."""
 _SAME_NAME_SHARE = 0.5
 """Sequences of one label whose first tokens differ are one sequence only if this share of their ids is equal."""
 _OFFSET_TOKENS = 2
@@ -108,6 +110,19 @@ def pair_sides(a: LogicalTrace, b: LogicalTrace) -> Pairing:
     tokens = TokenMatch(b_of_a, a_of_b, bool(identity))
     only_a, only_b = np.flatnonzero(open_a), np.flatnonzero(open_b)
     return Pairing(tokens, partings, only_a, only_b, declared_a, declared_b, fed_a, fed_b, by_label)
+
+
+def mask_unseen(a: LogicalTrace, b: LogicalTrace, pairing: Pairing) -> str:
+    """``mask not seen on A``, where a side does not tell of every token which ones it may attend to; empty where both do."""
+    sides = []
+    for side, trace, fed_K in (("A", a, pairing.fed_a), ("B", b, pairing.fed_b)):
+        told = trace.boundaries.get(MASK)
+        told_K = np.zeros(len(fed_K), np.bool_)
+        if told is not None:
+            told_K[told.token_R] = True
+        if (fed_K & ~told_K).any():
+            sides.append(side)
+    return f"mask not seen on {' and '.join(sides)}" if sides else ""
 
 
 def _fed_tokens(trace: LogicalTrace) -> Mask:
