@@ -170,7 +170,7 @@ READING = [
     ["diff", "--help"],
     ["diff", "{a}", "{b}"],
     ["diff", "{a}", "{b}", "--all", "--json", "-"],
-    ["diff", "{a}", "{b}", "--floor", "self"],
+    ["diff", "{a}", "{b}", "--tolerance", "relative=1e-9"],
     ["show", "{a}"],
     ["verify", "{a}"],
     ["weights", "{a}", "{b}"],

@@ -18,6 +18,7 @@ A finding about two readable traces is no error: see ``tracer.read.findings``.
 
 from __future__ import annotations
 
+import re
 from enum import Enum
 
 __all__ = [
@@ -31,7 +32,17 @@ __all__ = [
     "TraceFormatError",
     "TracerError",
     "UsageError",
+    "visible",
 ]
+
+_UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, line separators, marks that turn the direction of writing, halves of characters."""
+
+
+def visible(text: str) -> str:
+    """Text that a terminal shows as it is: names come from traces, and what would move a cursor, colour a line or turn its
+    direction is written as ``\\x1b``."""
+    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class Code(str, Enum):
@@ -124,7 +135,7 @@ class TracerError(Exception):
             "to do": self.remedy,
         }
         lines += [f"  {label}: {value}" for label, value in parts.items() if value]
-        return "\n".join(lines)
+        return "\n".join("\n    ".join(map(visible, line.splitlines())) for line in lines)
 
 
 class UsageError(TracerError):
