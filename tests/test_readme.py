@@ -1,7 +1,7 @@
 """The documentation runs: every Python block and every console command of the pages listed here, in order, in a fresh folder.
 
-A ``python`` block is run as a script; one whose first line is a comment with a file's name is saved under that name, for the
-commands that follow. In a ``console`` block every line that starts with ``$ `` is run by bash and the lines under
+A ``python`` block is run as a script; one (or a ``yaml`` block) whose first line is a comment with a file's name is saved under
+that name, for the commands that follow. In a ``console`` block every line that starts with ``$ `` is run by bash and the lines under
 it are what it must print (``...`` stands for anything; ``$ echo $?`` shows the exit code of the command before it).
 A block directly under ``<!-- not executed: REASON -->`` is skipped.
 
@@ -93,7 +93,7 @@ def run_page(page: str, folder: Path) -> None:
         if block.skipped:
             continue
         match block.language:
-            case "python" if named := re.match(r"# (\w+\.py)\n", block.text):
+            case "python" | "yaml" if named := re.match(r"# (\w+\.(?:py|yaml))\n", block.text):
                 (folder / named[1]).write_text(block.text)
             case "python":
                 done = run([sys.executable, "-c", block.text], folder)

@@ -35,19 +35,22 @@ class Lead:
 
 @dataclass(frozen=True)
 class _Rule:
-    """Which conditions a lead is made of: ``component`` of the dotted name, and what the values of one side must be."""
+    """Which conditions a lead is made of: a component of the dotted name, and what the values of one side must be."""
 
     name: str
-    component: str
+    components: tuple[str, ...]
     speaks: Callable[[Any], bool]
     say: str
     klass: Class | None = None
 
 
 _RULES = (
-    _Rule("dropout", "dropout", lambda value: value not in (None, 0, 0.0, "unknown", ""), "has active dropout", Class.INPUT),
-    _Rule("training mode", "mode", lambda value: isinstance(value, str) and value not in ("eval", "unknown"), "is not in eval mode"),
-    _Rule("quantization", "quantization", lambda value: value not in (None, "", "none", "unknown"), "declares quantization"),
+    _Rule("dropout", ("dropout",), lambda value: value not in (None, 0, 0.0, "unknown", ""), "has active dropout", Class.INPUT),
+    _Rule("training mode", ("mode",), lambda value: isinstance(value, str) and value not in ("eval", "unknown"), "is not in eval mode"),
+    _Rule(
+        "quantization", ("quantization", "quantization_config", "kv_cache_dtype"),
+        lambda value: value not in (None, "", "none", "unknown", "auto"), "declares quantization",
+    ),
 )
 
 
@@ -74,7 +77,7 @@ def leads(conditions: Mapping[str, Mapping[str, Any]]) -> list[Lead]:
         for side, other in (("a", "b"), ("b", "a")):
             names = [
                 name for name, values in conditions.items()
-                if rule.component in name.split(".") and rule.speaks(values[side]) and not rule.speaks(values[other])
+                if not set(rule.components).isdisjoint(name.split(".")) and rule.speaks(values[side]) and not rule.speaks(values[other])
             ]  # fmt: skip
             if names:
                 shown = ", ".join(f"{name} = {conditions[name][side]}" for name in names[:3]) + (", ..." if len(names) > 3 else "")

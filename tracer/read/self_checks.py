@@ -259,9 +259,7 @@ def check_seen_again(
         distance_D = np.full(len(wrong), np.nan)
     else:
         x, y = (
-            Statistics(
-                statistics.sketch_R16[at], statistics.sum_squares_R[at], statistics.abs_max_R[at], statistics.nonfinite_R[at]
-            )
+            Statistics(statistics.sketch_R16[at], statistics.sum_squares_R[at], statistics.abs_max_R[at], statistics.nonfinite_R[at])
             for at in (join.first_A[wrong], join.again_A[wrong])
         )
         distance_D = row_distance(x, y)

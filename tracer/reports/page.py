@@ -23,7 +23,7 @@ from tracer.reports.writing import write_whole
 if TYPE_CHECKING:
     from jinja2 import Template
 
-__all__ = ["Section", "diff_page", "render_page", "write_page"]
+__all__ = ["Section", "diff_page", "diff_sections", "render_page", "write_page"]
 
 _ABSENT = (BoundaryOutcome.MISSING, BoundaryOutcome.INCOMPARABLE, BoundaryOutcome.NOT_OBSERVABLE, BoundaryOutcome.NOT_RECORDED)
 _REMEDY = "pip install 'boundary-tracer[report]'"
@@ -53,9 +53,15 @@ def write_page(page: str, target: str) -> None:
 
 def diff_page(result: DiffResult) -> str:
     """The page of a comparison."""
-    telling, whole = view_diff(result), view_diff(result, everything=True)
-    headline, facts = whole[0], whole[1]
+    headline = view_diff(result)[0]
     assert isinstance(headline, Headline)
+    return render_page(f"tracer: {headline.text}", headline, result.verdict.value, diff_sections(result))
+
+
+def diff_sections(result: DiffResult) -> list[Section]:
+    """Everything a page says of a comparison, below its headline."""
+    telling, whole = view_diff(result), view_diff(result, everything=True)
+    facts = whole[1]
     assert isinstance(facts, Facts)
     steps = [block for block in whole[2:] if isinstance(block, Facts)]
     sections = [Section("verdict", "Verdict", (facts, *steps))]
@@ -75,7 +81,7 @@ def diff_page(result: DiffResult) -> str:
             anchor = block.title.split()[0]
             sections.append(Section(anchor, block.title[0].upper() + block.title[1:], (block,)))
     sections.append(_omissions(result))
-    return render_page(f"tracer: {headline.text}", headline, result.verdict.value, sections)
+    return sections
 
 
 def _omissions(result: DiffResult) -> Section:
