@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import msgspec
 import numpy as np
@@ -129,7 +130,8 @@ def test_statistics_that_no_row_has_give_no_distance() -> None:
         statistics = boundary.load_statistics()
         assert statistics is not None
         odd = dataclasses.replace(statistics, sum_squares_R=np.full_like(statistics.sum_squares_R, squares))
-        boundaries = {**trace.boundaries, "final_norm": dataclasses.replace(boundary, load_statistics=lambda odd=odd: odd)}
+        forged_boundary = dataclasses.replace(boundary, load_statistics=functools.partial(dataclasses.replace, odd))
+        boundaries = {**trace.boundaries, "final_norm": forged_boundary}
         forged = dataclasses.replace(trace, boundaries=boundaries)
         assert diff_traces(a.trace(), trace, tolerance=Tolerance(1.0)).exit == 0
         assert diff_traces(a.trace(), forged, tolerance=Tolerance(1.0)).exit == 1
