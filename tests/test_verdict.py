@@ -8,7 +8,7 @@ import msgspec
 
 from tests.sides import Side
 from tracer.read.diff import diff_traces
-from tracer.read.findings import DiffResult
+from tracer.read.findings import Class, DiffResult
 from tracer.read.floor import Tolerance
 
 
