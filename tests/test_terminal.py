@@ -94,7 +94,7 @@ def test_a_terminal_is_never_overrun(width: int, monkeypatch: pytest.MonkeyPatch
     text = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
     assert max(len(line) for line in text.splitlines()) <= width
     assert "…" not in text
-    assert "unlocalized" in "".join(text.split())
+    assert "correctnesserror" in "".join(text.split())
     assert "layers.2.attn.out" in "".join(text.split())
 
 
