@@ -33,6 +33,8 @@ class ReferenceRows:
     expert_R: I64 | None
     digest_R2: U64 | None = None
     raw_RB: U8 | None = None
+    never_K: U64 | None = None
+    """Keys of rows that the other trace declares never computed, such as last sampled tokens; None where there are none."""
 
     @cached_property
     def _lines(self) -> dict[tuple[int, int], int]:
@@ -54,3 +56,5 @@ class Reference:
     name: str
     order: Mapping[str, int]
     load: Callable[[str], ReferenceRows | None]
+    path: str = ""
+    """Its folder, for processes that open it themselves."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,7 +31,7 @@ def make_reference(trace: TraceLike, *, values: bool = False) -> Reference:
         )  # fmt: skip
     dumps = read_dumps(logical) if values else None
     order = {info.name: at for at, info in enumerate(logical.catalogue)}
-    return Reference(logical.manifest.run_id, order, lambda name: _rows(logical, dumps, name))
+    return Reference(logical.manifest.run_id, order, lambda name: _rows(logical, dumps, name), os.path.abspath(logical.path))
 
 
 def operator_rows(
@@ -63,9 +64,11 @@ def _refused(what: str, dumps: Dumps) -> UsageError:
 
 
 def _rows(trace: LogicalTrace, dumps: Dumps | None, name: str) -> ReferenceRows | None:
+    declared = trace.declared(name)
+    never_K = np.unique(np.concatenate(list(declared.values()))) if declared else None
     if dumps is not None and name in dumps.boundaries:
         dumped = dumps.boundaries[name]
-        return ReferenceRows(dumped.dtype, dumped.width, dumped.key_R, dumped.expert_R, dumped.digest_R2, dumped.raw_RB)
+        return ReferenceRows(dumped.dtype, dumped.width, dumped.key_R, dumped.expert_R, dumped.digest_R2, dumped.raw_RB, never_K)
     boundary = trace.boundaries.get(name)
     if boundary is None:
         return None
@@ -77,4 +80,5 @@ def _rows(trace: LogicalTrace, dumps: Dumps | None, name: str) -> ReferenceRows 
         boundary.expert_R,
         None if boundary.partial_axis else boundary.digest_R2,
         None if values_RC is None else np.ascontiguousarray(values_RC, "<i8").view(np.uint8).reshape(len(boundary), -1),
+        never_K,
     )
