@@ -44,6 +44,7 @@ from tracer.record.recording import Recorder
 from tracer.record.run_identity import RunIdentity, agree_on_run
 from tracer.record.tallies import reason_of
 from tracer.record.tokens import SequenceRegistry
+from tracer.record.weight_dumps import differing_weight, dump_weights, planned_weights
 from tracer.record.weights import WeightSnapshot, fingerprint_weights, weights_changed
 
 __all__ = ["Trace"]
@@ -208,6 +209,7 @@ class Trace:
         self._read_surroundings()
         with ExitStack() as stack:
             self._dumps = self._dump_writer()
+            self._dump_weights()
             self._outbox = Outbox(self._writer, self._dumps)
             stack.callback(self._outbox.close)
             self._registry = SequenceRegistry(self._outbox.open_sequence, self._outbox.add_ids)
@@ -230,6 +232,24 @@ class Trace:
         identity, rank = self._identity, self._host.mesh().rank
         return DumpWriter(identity.out, rank, identity.run_id, "; ".join(asked), self._options.max_dump_bytes, options.plan)
 
+    def _dump_weights(self) -> None:
+        """Save rows of weights, before anything runs. What goes wrong unforeseen costs them, not the run. Raises CaptureError."""
+        if self._dumps is None:
+            return
+        wanted = planned_weights(self._options.plan)
+        try:
+            if self._options.against is not None:
+                differing, notes = differing_weight(self._options.against, self._weights, self._plan)
+                wanted |= differing
+                self._notes += notes
+            self._notes += dump_weights(wanted, self._host, self._plan, self._dumps)
+        except TracerError:
+            raise
+        except Exception as error:
+            if self._options.strict:
+                raise _as_capture_error(error) from error
+            self._incomplete = self._incomplete or f"weights could not be saved: {reason_of(error)}"
+
     def _make_savers(self) -> list[Dumping | Against]:
         """Raises UsageError (bad-argument)."""
         options, boundaries = self._options, self._plan.boundaries
@@ -237,8 +257,9 @@ class Trace:
             return []
         max_bytes, left_out = options.max_dump_bytes, self._dumps.left_out
         dumping = Dumping(
-            self._registry, self._outbox, boundaries, globs=self._globs, plan=options.plan, max_bytes=max_bytes, left_out=left_out
-        )
+            self._registry, self._outbox, boundaries, globs=self._globs, plan=options.plan,
+            max_bytes=max_bytes - self._dumps.bytes, left_out=left_out,
+        )  # fmt: skip
         return [dumping] if options.against is None else [dumping, Against(options.against, boundaries, dumping)]
 
     def _read_surroundings(self) -> None:
