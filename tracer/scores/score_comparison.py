@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
+import msgspec
 import numpy as np
 
 from tracer.errors import Code, ScoreError, UsageError
@@ -28,7 +29,7 @@ from tracer.scores.results import (
     ScoreVerdict,
     Thresholds,
 )
-from tracer.scores.sequence_patterns import check_sibling_scores, find_patterns
+from tracer.scores.sequence_patterns import check_sibling_scores, find_patterns, find_slices
 
 __all__ = ["compare_scores"]
 
@@ -76,12 +77,14 @@ def compare_scores(
             found=", ".join(name.value for name in table.values),
             remedy="score the saved tokens again, or add the file of the other side",
         )
+    pairs = {name: _unaveraged(table, pair, thresholds) for name, pair in pairs.items()}
     refits = _refits(table, chosen, pairs, thresholds)
     summaries = {name.value: _summary(table, name) for name in table.values}
-    decision = decide_branch(pairs, repeats, refits, summaries, thresholds)
-    verdict = _verdict(decision, pairs)
     decisive = max(pairs.values(), key=lambda pair: pair.logprob_mae, default=None)
     limit = limit_of(decisive.noise if decisive else None, thresholds)
+    slices, slices_hidden = find_slices(table, decisive, limit) if decisive else ((), 0)
+    decision = decide_branch(pairs, repeats, refits, summaries, thresholds, slices)
+    verdict = _verdict(decision, pairs)
     patterns, hidden = find_patterns(table, decisive, _DIFFERING * limit) if decisive else ((), 0)
     return ScoreResult(
         exit=verdict.exit_code,
@@ -96,6 +99,8 @@ def compare_scores(
         refits=tuple(refits),
         sequences=patterns,
         sequences_not_shown=hidden,
+        slices=slices,
+        slices_not_shown=slices_hidden,
         siblings=check_sibling_scores(table),
         log_lines=() if log is None else _log_lines(decision, pairs, repeats, log),
     )
@@ -120,6 +125,15 @@ def _pair(table: ScoreTable, x: ScoreName, y: ScoreName, thresholds: Thresholds,
     involved = [repeats[side] for side in {"B" if name is ScoreName.A else name.side for name in (x, y)} if side in repeats]
     noise = max((pair.logprob_mae for pair in involved), default=None)
     return compare_pair(table, x, y, thresholds, noise=noise, far_noise=max((pair.far for pair in involved), default=0))
+
+
+def _unaveraged(table: ScoreTable, pair: PairResult, thresholds: Thresholds) -> PairResult:
+    """A worker that is apart makes its pair apart, however many others agree: the mean over all must not hide it."""
+    if pair.status in (PairStatus.AGREE, PairStatus.UNCLEAR):
+        parts, _ = find_slices(table, pair, limit_of(pair.noise, thresholds), groups=False)
+        if any(part.apart for part in parts):
+            return msgspec.structs.replace(pair, status=PairStatus.APART)
+    return pair
 
 
 def _refits(table: ScoreTable, chosen: Mapping[str, ScoreName], pairs: Mapping[str, PairResult], thresholds: Thresholds) -> list[Refit]:

@@ -18,14 +18,17 @@ import numpy.typing as npt
 from tracer.format.score_records import ScoreName
 from tracer.scores.aligning import ScoreTable
 from tracer.scores.metrics import token_place
-from tracer.scores.results import PairResult, SequencePattern, SiblingCheck
+from tracer.scores.results import PairResult, SequencePattern, SiblingCheck, SliceResult
 
-__all__ = ["check_sibling_scores", "find_patterns"]
+__all__ = ["check_sibling_scores", "find_patterns", "find_slices"]
 
 I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 _MOST_SEQUENCES = 200
+_MOST_SLICES = 20
+_FEWEST_TOKENS = 64
+_TIMES_ELSEWHERE = 3
 
 
 def find_patterns(table: ScoreTable, pair: PairResult, limit: float) -> tuple[tuple[SequencePattern, ...], int]:
@@ -64,6 +67,66 @@ def find_patterns(table: ScoreTable, pair: PairResult, limit: float) -> tuple[tu
         if valid_Q[q]
     )
     return patterns, int(np.count_nonzero(valid_Q)) - len(patterns)
+
+
+def find_slices(table: ScoreTable, pair: PairResult, limit: float, *, groups: bool = True) -> tuple[tuple[SliceResult, ...], int]:
+    """The pair by worker of either score, and by group, worst first; and how many are not shown.
+
+    ``limit``: the logprob_mae beyond which the pair would be apart. A slice of a few tokens is never apart."""
+    count = len(table.requests)
+    kinds = [("worker", name, [info.worker for info in table.infos[name]]) for name in (pair.x, pair.y)]
+    if groups:
+        kinds.append(("group", pair.x, [record.group for record in table.records]))
+    several = [entry for entry in kinds if 1 < len(set(entry[2])) < count or (entry[0] == "worker" and 1 < len(set(entry[2])))]
+    if not several:
+        return (), 0
+    d_N = np.where(table.valid_N, table.values[pair.x] - table.values[pair.y], 0.0)
+    absolute_N = np.abs(d_N)
+    valid_Q = np.bincount(table.request_N, weights=table.valid_N, minlength=count).astype(np.int64)
+    total_Q, signed_Q = (np.bincount(table.request_N, weights=values, minlength=count) for values in (absolute_N, d_N))
+    largest_Q = np.zeros(count)
+    np.maximum.at(largest_Q, table.request_N, absolute_N)
+    found: list[SliceResult] = []
+    hidden = 0
+    for kind, score, names in several:
+        number_of = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        slice_Q = np.array([number_of[name] for name in names])
+        tokens_S, requests_S, sum_S, signed_S = (
+            np.bincount(slice_Q, weights=weights, minlength=len(number_of)) for weights in (valid_Q, valid_Q > 0, total_Q, signed_Q)
+        )
+        mae_S = sum_S / np.maximum(tokens_S, 1)
+        apart_S, elsewhere = _apart_from_others(tokens_S, sum_S, mae_S, limit)
+        order = [number for number in np.lexsort((-mae_S, ~apart_S)).tolist() if tokens_S[number]]
+        hidden += len(order) - len(order[:_MOST_SLICES])
+        named = list(number_of)
+        for number in order[:_MOST_SLICES]:
+            found.append(
+                SliceResult(
+                    kind=kind,
+                    score=score,
+                    name=named[number] or "unnamed",
+                    requests=int(requests_S[number]),
+                    tokens=int(tokens_S[number]),
+                    logprob_mae=float(mae_S[number]),
+                    elsewhere=elsewhere,
+                    signed_mean=float(signed_S[number] / tokens_S[number]),
+                    largest=float(largest_Q[slice_Q == number].max()),
+                    apart=bool(apart_S[number]),
+                )
+            )
+    return tuple(found), hidden
+
+
+def _apart_from_others(
+    tokens_S: npt.NDArray[np.float64], sum_S: npt.NDArray[np.float64], mae_S: npt.NDArray[np.float64], limit: float
+) -> tuple[Mask, float]:
+    """Which slices are apart while all others together are not; and the logprob_mae of those others."""
+    apart_S: Mask = (mae_S > limit) & (tokens_S >= _FEWEST_TOKENS)
+    others = float(tokens_S[~apart_S].sum())
+    elsewhere = float(sum_S[~apart_S].sum()) / others if others else float("inf")
+    if not others or elsewhere > limit:
+        return np.zeros(len(mae_S), np.bool_), float(sum_S.sum() / max(tokens_S.sum(), 1))
+    return apart_S & (mae_S > _TIMES_ELSEWHERE * elsewhere), elsewhere
 
 
 def _run_lengths(far_N: Mask, table: ScoreTable) -> I64:
