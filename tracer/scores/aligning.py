@@ -59,6 +59,11 @@ class ScoreTable:
     def __len__(self) -> int:
         return len(self.valid_N)
 
+    def difference(self, x: ScoreName, y: ScoreName) -> F64:
+        """x - y, float64 (N,); 0 where the mask leaves a token out."""
+        found: F64 = self.values[x] - self.values[y]
+        return found if self.valid_N.all() else np.where(self.valid_N, found, 0.0)
+
 
 def align_records(records: Iterable[ScoreRecord], *, policy: str = "") -> ScoreTable:
     """One table of all records. Records of one request, from several files, are joined: each brings other scores.

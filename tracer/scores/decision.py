@@ -96,6 +96,8 @@ def suspect_of(pairs: Mapping[str, PairResult]) -> str:
         return ""
     if len(pairs) < 3:
         return {frozenset({"A-B"}): "A", frozenset({"B-C"}): "C"}.get(frozenset(pairs), "")
+    if len(apart) == 2:
+        return next(iter(set.intersection(*(set(name.split("-")) for name in apart))))
     least, *others = sorted(pairs, key=lambda name: pairs[name].logprob_mae)
     if least in apart and pairs[least].logprob_mae > _CLEARLY_SMALLER * min(pairs[name].logprob_mae for name in others):
         return ""
@@ -251,6 +253,8 @@ def _gap_sentence(pair: PairResult) -> str:
         parts.append(f"noise of its sides {pair.noise:.4g}")
     if pair.biased:
         parts.append("of one sign in the mean")
+    if pair.hidden:
+        parts.append(f"apart in a part alone: {'; '.join(pair.hidden)}")
     if pair.far and pair.logprob_mae < 0.1:
         parts.append(f"{pair.far} of {pair.tokens} tokens are far off while the others agree")
     return ", ".join(parts)

@@ -37,6 +37,8 @@ _PLACES_SHOWN = 8
 _SIGN_SHARE = 0.01
 _ORDER = list(RefitKind)
 _NEARLY = 1.5
+_NOTHING_LEFT = 0.01
+"""Of what there was before: less than that is no reason to prefer one cause to another."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +84,7 @@ def best_refit(refits: list[Refit]) -> Refit | None:
     if not matched:
         return None
     least = min(refit.after for refit in matched)
-    near = [refit for refit in matched if refit.after <= _NEARLY * least + 1e-9]
+    near = [refit for refit in matched if refit.after <= _NEARLY * least + _NOTHING_LEFT * refit.before]
     return min(near, key=lambda refit: (_ORDER.index(refit.kind), refit.after))
 
 

@@ -180,6 +180,8 @@ class PairResult(_Result, frozen=True, kw_only=True):
     """Masked tokens with finite scores on both sides. They count nowhere else."""
     biased: bool
     """The differences have one sign in the mean, beyond what chance gives: noise does not do that."""
+    hidden: tuple[str, ...] = ()
+    """Parts that are apart although the mean over all tokens may not be: first tokens, places, a worker, a request."""
     positions: tuple[PositionBin, ...]
     histogram: Histogram
     worst: tuple[TokenPlace, ...]

@@ -15,6 +15,7 @@ from tracer.format.score_records import ScoreName, ScoreRecord
 from tracer.scores.aligning import ScoreTable, align_records
 from tracer.scores.decision import decide_branch, suspect_of
 from tracer.scores.full_logit_refits import gather_logits, logit_refits
+from tracer.scores.hidden_parts import hidden_parts
 from tracer.scores.metrics import compare_pair, limit_of
 from tracer.scores.refits import score_refits
 from tracer.scores.results import (
@@ -77,12 +78,11 @@ def compare_scores(
             found=", ".join(name.value for name in table.values),
             remedy="score the saved tokens again, or add the file of the other side",
         )
-    pairs = {name: _unaveraged(table, pair, thresholds) for name, pair in pairs.items()}
     refits = _refits(table, chosen, pairs, thresholds)
     summaries = {name.value: _summary(table, name) for name in table.values}
     decisive = max(pairs.values(), key=lambda pair: pair.logprob_mae, default=None)
     limit = limit_of(decisive.noise if decisive else None, thresholds)
-    slices, slices_hidden = find_slices(table, decisive, limit) if decisive else ((), 0)
+    slices, slices_hidden = find_slices(table, decisive, limit, repeats=repeats.values()) if decisive else ((), 0)
     decision = decide_branch(pairs, repeats, refits, summaries, thresholds, slices)
     verdict = _verdict(decision, pairs)
     patterns, hidden = find_patterns(table, decisive, _DIFFERING * limit) if decisive else ((), 0)
@@ -121,19 +121,14 @@ def _one_per_side(table: ScoreTable) -> dict[str, ScoreName]:
 
 
 def _pair(table: ScoreTable, x: ScoreName, y: ScoreName, thresholds: Thresholds, repeats: Mapping[str, PairResult]) -> PairResult:
-    """A repeat of B is noise of A too: they are one engine."""
+    """A repeat of B is noise of A too: they are one engine. A part that is apart makes its pair apart: no mean hides it."""
     involved = [repeats[side] for side in {"B" if name is ScoreName.A else name.side for name in (x, y)} if side in repeats]
     noise = max((pair.logprob_mae for pair in involved), default=None)
-    return compare_pair(table, x, y, thresholds, noise=noise, far_noise=max((pair.far for pair in involved), default=0))
-
-
-def _unaveraged(table: ScoreTable, pair: PairResult, thresholds: Thresholds) -> PairResult:
-    """A worker that is apart makes its pair apart, however many others agree: the mean over all must not hide it."""
-    if pair.status in (PairStatus.AGREE, PairStatus.UNCLEAR):
-        parts, _ = find_slices(table, pair, limit_of(pair.noise, thresholds), groups=False)
-        if any(part.apart for part in parts):
-            return msgspec.structs.replace(pair, status=PairStatus.APART)
-    return pair
+    pair = compare_pair(table, x, y, thresholds, noise=noise, tail_noise=max((pair.largest for pair in involved), default=0.0))
+    if pair.status not in (PairStatus.AGREE, PairStatus.UNCLEAR):
+        return pair
+    hidden = hidden_parts(table, pair, involved, limit_of(noise, thresholds))
+    return msgspec.structs.replace(pair, hidden=hidden, status=PairStatus.APART if hidden else pair.status)
 
 
 def _refits(table: ScoreTable, chosen: Mapping[str, ScoreName], pairs: Mapping[str, PairResult], thresholds: Thresholds) -> list[Refit]:
