@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 import msgspec
@@ -36,6 +37,7 @@ __all__ = ["compare_scores"]
 
 PASS_MARK = 0.01
 TAIL_MARK = 1.0
+_THREADS = 2
 _DIFFERING = 5
 """A token counts as differing beyond so many times the limit of its pair."""
 
@@ -63,13 +65,13 @@ def compare_scores(
             raise UsageError(Code.BAD_ARGUMENT, f"{what} is a positive number of nats", found=str(mark))
     table = align_records(chain.from_iterable(_given(entry) for entry in records), policy=policy)
     thresholds = Thresholds(pass_mark=pass_mark, tail_mark=tail_mark)
-    repeats = {
-        first.side: compare_pair(table, first, second, thresholds, repeat=True)
-        for first, second in ((ScoreName.B0, ScoreName.B1), (ScoreName.C0, ScoreName.C1))
-        if first in table.values and second in table.values
-    }
     chosen = _one_per_side(table)
-    pairs = {f"{x}-{y}": _pair(table, chosen[x], chosen[y], thresholds, repeats) for x, y in ("AB", "BC", "AC") if {x, y} <= set(chosen)}
+    with ThreadPoolExecutor(_THREADS) as pool:  # numpy lets go of the interpreter
+        siblings = pool.submit(check_sibling_scores, table)
+        passes = [(x, y) for x, y in ((ScoreName.B0, ScoreName.B1), (ScoreName.C0, ScoreName.C1)) if {x, y} <= set(table.values)]
+        repeats = {pair.x.side: pair for pair in pool.map(lambda names: compare_pair(table, *names, thresholds, repeat=True), passes)}
+        sides = [(chosen[x], chosen[y]) for x, y in ("AB", "BC", "AC") if {x, y} <= set(chosen)]
+        pairs = {pair.name: pair for pair in pool.map(lambda names: _pair(table, *names, thresholds, repeats), sides)}
     if not pairs and not repeats:
         raise ScoreError(
             Code.SCORES_NOTHING,
@@ -101,7 +103,7 @@ def compare_scores(
         sequences_not_shown=hidden,
         slices=slices,
         slices_not_shown=slices_hidden,
-        siblings=check_sibling_scores(table),
+        siblings=siblings.result(),
         log_lines=() if log is None else _log_lines(decision, pairs, repeats, log),
     )
 

@@ -177,11 +177,16 @@ def _shared(a: I64, b: I64) -> int:
 
 def _check(table: ScoreTable, name: ScoreName, links: list[tuple[int, int, int]]) -> SiblingCheck | None:
     infos = table.infos[name]
-    same = [(a, b, n) for a, b, n in links if (infos[a].policies, infos[a].adapter) == (infos[b].policies, infos[b].adapter)]
+    same = [
+        (a, b, n)
+        for a, b, n in links
+        if infos[a] is infos[b] or (infos[a].policies, infos[a].adapter) == (infos[b].policies, infos[b].adapter)
+    ]
     if not same:
         return None
-    a_K = np.concatenate([table.start_Q[a] + np.arange(n) for a, _, n in same])
-    b_K = np.concatenate([table.start_Q[b] + np.arange(n) for _, b, n in same])
+    a_L, b_L, length_L = np.array(same, np.int64).T
+    offset_K = np.arange(int(length_L.sum())) - np.repeat(np.cumsum(length_L) - length_L, length_L)
+    a_K, b_K = (np.repeat(table.start_Q[side_L], length_L) + offset_K for side_L in (a_L, b_L))
     both = table.valid_N[a_K] & table.valid_N[b_K]
     a_K, b_K = a_K[both], b_K[both]
     if not len(a_K):
