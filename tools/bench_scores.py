@@ -1,4 +1,6 @@
-"""Time ``compare_scores`` on a million tokens, a thousand long requests and ten thousand short ones: five scores, honest and with a fault, in memory and from a file.
+"""Time ``compare_scores`` on a million tokens: five scores, honest and with a fault, in memory and from a file.
+
+A thousand long requests, and ten thousand short ones.
 
 python tools/bench_scores.py [--tokens N] [--requests Q ...]
 """

@@ -85,7 +85,7 @@ def import_records(
     ],
     out: Annotated[str, typer.Option("--out", "-o", metavar="FILE", help="Score file to write.")],
     layout: Annotated[
-        str, typer.Option("--from", metavar="LAYOUT", help="verl, slime, trl, pairs, or json (answers of an engine's server).")
+        str, typer.Option("--from", metavar="LAYOUT", help="verl, slime, trl, areal, pairs, or json (answers of an engine's server).")
     ],
     score: Annotated[str, typer.Option("--as", metavar="NAME", help="For pairs and json: which score it is, A, B0, B1, C0 or C1.")] = "",
     base: Annotated[

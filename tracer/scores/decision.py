@@ -178,7 +178,10 @@ def _small(found: _Evidence, path: list[DecisionStep]) -> Decision:
     noise = [pair.noise for pair in found.pairs.values()]
     if all(pair.status is PairStatus.IDENTICAL for pair in found.pairs.values()):
         return _decision(
-            Branch.AGREE, path, evidence=["every compared token has the same score on all sides"], not_proven=_missing_sides(found)
+            Branch.AGREE,
+            path,
+            evidence=["every compared token has the same score on all sides"],
+            not_proven=_missing_sides(found) + _copied(found),
         )
     covered = all(known is not None and pair.logprob_mae <= 2 * known for pair, known in zip(found.pairs.values(), noise, strict=True))
     limit = (
@@ -189,7 +192,7 @@ def _small(found: _Evidence, path: list[DecisionStep]) -> Decision:
         path,
         klass=LogClass.NUMERICAL,
         evidence=[f"{pair.name} is {_gap(pair)}, within {limit}" for pair in found.pairs.values()],
-        not_proven=["a small systematic difference below the noise (a temperature of 0.9 can hide there)", *_missing_sides(found)],
+        not_proven=["a small systematic difference below the noise (a temperature of 0.9 can hide there)", *_missing_sides(found), *_copied(found)],
     )
 
 
@@ -213,7 +216,7 @@ def _apart(found: _Evidence, path: list[DecisionStep], apart: list[str]) -> Deci
     answer = f"{refit.kind.value}: {refit.parameter}" if refit else "no"
     path.append(DecisionStep(question=_CAUSE.text, answer=answer, numbers=f"tried: {tried}" if tried else ""))
     evidence = [_gap_sentence(found.pairs[name]) for name in apart] + _where(found)
-    not_proven = _missing_sides(found) + _unknowns(found)
+    not_proven = _missing_sides(found) + _unknowns(found) + _copied(found)
     if refit is not None:
         return _named(found, path, refit, evidence, not_proven)
     if not suspect:
@@ -275,6 +278,14 @@ def _unknowns(found: _Evidence) -> list[str]:
     unknown = sorted(name for name, summary in found.summaries.items() if "unknown" in summary.definitions)
     lines = [f"that all scores have one definition: it is unknown for {', '.join(unknown)}"] if unknown else []
     return lines + [f"that {side} repeats itself: it was scored once" for side in _scored_once(found)]
+
+
+def _copied(found: _Evidence) -> list[str]:
+    """A trainer may have been set to take the rollout's scores as its own."""
+    a_c, a_b = found.pairs.get("A-C"), found.pairs.get("A-B")
+    if a_c is None or a_c.status is not PairStatus.IDENTICAL or (a_b is not None and a_b.status is PairStatus.IDENTICAL):
+        return []
+    return ["that A and C were computed apart: they are equal bit for bit, as a copy would be"]
 
 
 def _scored_once(found: _Evidence) -> list[str]:
