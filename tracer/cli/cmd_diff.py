@@ -53,7 +53,13 @@ def diff(
     with progress_bar() as report:
         side_a, side_b = opened(a, "A", report), opened(b, "B", report)
         result = diff_traces(
-            side_a, side_b, floor_a=floor_a or (), floor_b=floor_b or (), floor=floor or (), control=control, tolerance=limit,
+            side_a,
+            side_b,
+            floor_a=floor_a or (),
+            floor_b=floor_b or (),
+            floor=floor or (),
+            control=control,
+            tolerance=limit,
             progress=report,
         )
     if json:
