@@ -27,7 +27,10 @@ from tests.tiny_models import make_model
 from tests.warm import WarmPython
 
 ROOT = Path(__file__).resolve().parent.parent
-OWN_TEST = {"docs/how-to/write-a-map.md", "docs/how-to/trace-megatron.md", "docs/tutorial/trainer-against-rollout.md"}
+OWN_TEST = {
+    "docs/how-to/bisect-sharded.md", "docs/how-to/bisect-vllm.md", "docs/how-to/trace-megatron.md", "docs/how-to/write-a-map.md",
+    "docs/tutorial/trainer-against-rollout.md",
+}  # fmt: skip
 """Pages that another test runs, on a model of their own."""
 
 FOUND = sorted(str(path.relative_to(ROOT)) for door in ("tutorial", "how-to") for path in (ROOT / "docs" / door).glob("*.md"))
