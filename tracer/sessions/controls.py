@@ -333,6 +333,8 @@ class _Controlling:
         moved = [boundary for boundary in result.boundaries if boundary.outcome in (BoundaryOutcome.DIFFERS, BoundaryOutcome.HEALS)]
         target = [boundary.name for boundary in moved if self._targeted(boundary.name)]
         effect, text = _effect(result, bool(target)), result.headline
+        if effect is Effect.NONE and variant.changes:
+            text += f"; {_arrived(result)}"
         if same_weights is False:
             effect, text = Effect.FAILED, "its weights are not those of the base"
         for what, old, new in (("policy version", base.policy, run.policy), ("image", base.image, run.image)):
@@ -368,6 +370,14 @@ def _changes(variant: Variant) -> str:
     if variant.changes and same and not variant.arguments:
         return f"nothing ({variant.changes} already)"
     return variant.changes or "nothing (repeat)"
+
+
+def _arrived(result: DiffResult) -> str:
+    """Where the traces themselves show a change that moved nothing; what was set for the run is no proof that it was looked at."""
+    shown = [name for name in result.conditions if not name.startswith(("environment.", "command"))]
+    if not shown:
+        return "no condition of the trace shows the change: see that it arrived"
+    return f"its trace shows the change at {', '.join(shown[:2])}" + (f" and {len(shown) - 2} more" if len(shown) > 2 else "")
 
 
 def _effect(result: DiffResult, moved: bool) -> Effect:
