@@ -67,6 +67,16 @@ _LINEAR: dict[str, Any] = {
     "linear_value_head_dim": 16,
     "full_attention_interval": 2,
 }
+_HALF_SLIDING = ["sliding_attention", "full_attention"] * 2
+_LLAMA4: dict[str, Any] = {
+    "intermediate_size": 32,
+    "intermediate_size_mlp": 128,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 8,
+    "no_rope_layers": [1, 1, 0, 0],
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -91,10 +101,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3", _MLA),
     "qwen3_next": ("Qwen3Next", _LINEAR),
     "gpt2": ("GPT2", {}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
+    "phimoe": ("Phimoe", {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "lm_head_bias": True}),
+    "gpt_oss": ("GptOss", {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 8}),
+    "gemma3": ("Gemma3", {"hidden_size": 48, "sliding_window": 8, "layer_types": _HALF_SLIDING, "query_pre_attn_scalar": 16}),
+    "llama4": ("Llama4", _LLAMA4),
 }
 """Family -> stem of the library's class names, and what its config adds."""
 
-_DERIVED_HEAD_DIM = {"olmoe", "olmo2", "llama"}
+_DERIVED_HEAD_DIM = {"olmoe", "olmo2", "llama", "phimoe"}
 
 
 def class_name(family: str) -> str:
@@ -108,7 +134,8 @@ def make_config(family: str, attention: str = "eager", **changes: Any) -> Any:
     settings = dict(_GPT2) if family == "gpt2" else {**_BASE, **extra}
     if family in _DERIVED_HEAD_DIM:
         del settings["head_dim"]
-    config = getattr(transformers, f"{name}Config")(**{**settings, **changes})
+    text = "Text" if name in ("Gemma3", "Llama4") else ""
+    config = getattr(transformers, f"{name}{text}Config")(**{**settings, **changes})
     config._attn_implementation = attention
     if hasattr(config, "_experts_implementation"):
         config._experts_implementation = "eager"
@@ -144,15 +171,18 @@ def _initialise(model: Any, seed: int) -> None:
             continue
         if leaf == "A_log":  # slow decay, else the recurrent state forgets within three tokens
             parameter.data = torch.log(0.02 + 0.18 * torch.rand(parameter.shape, generator=generator))
-        elif leaf == "bias":
+        elif leaf.endswith("bias") or leaf == "sinks":
             parameter.data = 0.1 * normal(parameter)
         elif "norm" in name or ".ln_" in name:
             parameter.data = (0.0 if one_plus and "linear_attn.norm" not in name else 1.0) + 0.2 * normal(parameter)
         elif "embed_tokens" in name or ".wte." in name or ".wpe." in name:
             scale = parameter.shape[-1] ** -0.5 if type(model).__name__.startswith("Gemma") else 1.0
             parameter.data = scale * normal(parameter)
-        else:  # a Conv1D keeps (in, out)
-            fan_in = parameter.shape[0 if any(f".{part}." in name for part in ("c_attn", "c_proj", "c_fc")) else -1]
+        else:  # a Conv1D, and the experts of some families, keep (in, out)
+            turned = any(f".{part}." in name for part in ("c_attn", "c_proj", "c_fc")) or (
+                name.endswith(("experts.gate_up_proj", "experts.down_proj")) and type(model).__name__.startswith(("GptOss", "Llama4"))
+            )
+            fan_in = parameter.shape[-2 if turned else -1]
             parameter.data = fan_in**-0.5 * normal(parameter)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

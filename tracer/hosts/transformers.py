@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -24,9 +25,10 @@ from tracer.hosts.transformers_conditions import model_conditions
 from tracer.hosts.transformers_inputs import InputReader, logit_rows
 from tracer.hosts.transformers_placement import Placer, attention_columns
 from tracer.hosts.transformers_sequences import CacheHistory, Labelled, SequenceTracker
-from tracer.hosts.transformers_taps import ATTENTION, GENERATE, CacheWatch, cache_length
+from tracer.hosts.transformers_taps import ATTENTION, GENERATE, CacheWatch, ModuleListeners, cache_length, convolutions
 from tracer.record.boundaries import Source
 from tracer.record.host import Forward, HostParameter, Mesh, Placement, Rows, SkippedForward, TapSink
+from tracer.record.map_entries import ROW_AXES, layout_axes
 from tracer.record.tokens import SequenceRegistry
 
 __all__ = ["TransformersHost", "claims", "create"]
@@ -96,7 +98,7 @@ class TransformersHost:
         self._logit_modules = {path for path, module in self._modules.items() if module is head}
         self._registry: SequenceRegistry | None = None
         self._forwards = 0
-        self._past = 0
+        self._past = self._columns = 0
 
     # what there is
 
@@ -108,7 +110,7 @@ class TransformersHost:
         return self._model  # type: ignore[no-any-return]
 
     def root_class(self) -> str:
-        return _class_name(self._model)
+        return _library_class(self._model).__name__
 
     def modules(self) -> Mapping[str, torch.nn.Module]:
         return self._modules
@@ -138,7 +140,7 @@ class TransformersHost:
         return replace(parameter, tensor=tensor, spans=spans)
 
     def conditions(self) -> dict[str, Any]:
-        return model_conditions(self._model, self._modules, _class_name(self._model))
+        return model_conditions(self._model, self._modules, self.root_class())
 
     def compiled_reason(self, module_path: str) -> str:
         remedy = 'run the traced call under torch.compiler.set_stance("force_eager"), or trace the model uncompiled'
@@ -182,7 +184,7 @@ class TransformersHost:
             labelled = self._tracker.label_by_position(call, sequences)
         self._registry = sequences
         self._forwards += 1
-        self._past = past
+        self._past, self._columns = past, columns
         kept_BS, rows_with_logits = logit_rows(given.get("logits_to_keep"), labelled.rows, batch, columns)
         return Forward(
             rows=labelled.rows,
@@ -201,7 +203,7 @@ class TransformersHost:
 
     def leaf_rows(self, forward: Forward, source: Source, row_shape: tuple[int, ...]) -> Rows | None:
         state: _State = forward.state
-        count = int(np.prod(row_shape))
+        count = math.prod(row_shape) // _experts(source.layout, row_shape)
         logits = source.module in self._logit_modules or (source.module == "" and "logits" in source.leaf)
         rows = state.logit_rows if logits and state.logit_rows is not None else forward.rows
         return rows if count == len(rows) else self._split_rows(rows, state, row_shape)
@@ -228,30 +230,40 @@ class TransformersHost:
 
     @contextlib.contextmanager
     def taps(self, sources: Iterable[Source], sink: TapSink) -> Iterator[None]:
-        """Tap ``attention``: leaves q, k, v (this call's tokens only) and output of the modules in ``sources``. Caches and
-        ``generate`` are followed while this context is open, so it is entered also where nothing is tapped."""
-        listeners: dict[torch.nn.Module, Callable[..., None]] = {}
+        """Tap ``attention``: leaves q, k, v (this call's tokens only) and output of the modules in ``sources``. Tap
+        ``convolution``: the output of a linear attention's. Caches and ``generate`` are followed while this context is open, so
+        it is entered also where nothing is tapped."""
+        heard: dict[ModuleListeners, dict[torch.nn.Module, Callable[..., None]]] = {}
         for source in sources:
             if not source.tap:
                 continue
-            if source.tap != "attention" or source.module not in self._modules:
+            module = self._modules.get(source.module)
+            places = self._tap_places(source.tap, module)
+            if module is None or not places:
                 raise MapError(
                     Code.MAP_UNFIT,
                     f"the transformers host has no tap {source.tap!r} on module {source.module!r}",
                     where=source.boundary,
-                    expected="tap: attention, on an attention module of the model",
+                    expected="tap: attention on an attention module of the model, convolution on a linear attention",
                 )
-            listeners[self._modules[source.module]] = self._listener(source.module, sink)
-        model = {self._model: self._generated}
+            for place in places:
+                heard.setdefault(place, {})[module] = self._listener(source.module, sink)
+        heard[GENERATE] = {self._model: self._generated}
         self._caches.open()
-        ATTENTION.add(listeners)
-        GENERATE.add(model)
+        for place, listeners in heard.items():
+            place.add(listeners)
         try:
             yield
         finally:
-            GENERATE.remove(model)
-            ATTENTION.remove(listeners)
+            for place, listeners in reversed(heard.items()):
+                place.remove(listeners)
             self._caches.close()
+
+    def _tap_places(self, tap: str, module: torch.nn.Module | None) -> tuple[ModuleListeners, ...]:
+        """What to listen to for a tap on a module; nothing where there is no such tap."""
+        if tap == "convolution" and module is not None:
+            return convolutions(_library_class(module).__module__)
+        return (ATTENTION,) if tap == "attention" else ()
 
     def not_computed(self) -> Iterable[NotComputed]:
         return self._tracker.not_computed()
@@ -261,7 +273,9 @@ class TransformersHost:
 
         def listen(leaf: str, tensor: torch.Tensor) -> None:
             nonlocal columns
-            if leaf == "q":
+            if tensor.dim() == 3:  # of a convolution: what a cache kept stands before this call's tokens
+                tensor = tensor[:, :, -self._columns :]
+            elif leaf == "q":
                 columns = tensor.shape[2]
             elif leaf in ("k", "v"):  # what the cache gave back: this call's tokens end it, or lie inside a static one
                 held = tensor.shape[2]
@@ -322,10 +336,17 @@ def _walk(root: torch.nn.Module) -> tuple[dict[str, torch.nn.Module], dict[str, 
     return modules, wrappers
 
 
-def _class_name(module: torch.nn.Module) -> str:
-    """Class name as the library has it: FSDP2 makes a subclass of its own, ``FSDP<Class>``."""
-    kinds = [kind for kind in type(module).__mro__ if kind.__module__.startswith("transformers.") or not kind.__name__.startswith("FSDP")]
-    return kinds[0].__name__
+def _library_class(module: torch.nn.Module) -> type:
+    """Class as the library has it: FSDP2 makes a subclass of its own, ``FSDP<Class>``."""
+    return next(
+        kind for kind in type(module).__mro__ if kind.__module__.startswith("transformers.") or not kind.__name__.startswith("FSDP")
+    )
+
+
+def _experts(layout: str, row_shape: tuple[int, ...]) -> int:
+    """Rows per token of a leaf: as many as its expert axis says, else one."""
+    axes = [axis for dimension in layout_axes(layout) or () for axis in dimension if axis in ROW_AXES]
+    return max(row_shape[axes.index("e")], 1) if "e" in axes and len(axes) == len(row_shape) else 1
 
 
 def _unsupported(what: str, found: str) -> HostError:

@@ -12,7 +12,17 @@ import torch
 
 from tracer.record.boundaries import Source
 from tracer.record.host import Host, Placement
-from tracer.record.snapshot import Layout, LeafRoot, held_columns, leaf_paths, local_tensor, pick_leaf, select_columns, split_columns
+from tracer.record.snapshot import (
+    Layout,
+    LeafRoot,
+    chosen_columns,
+    held_columns,
+    leaf_paths,
+    local_tensor,
+    pick_leaf,
+    select_columns,
+    split_columns,
+)
 
 __all__ = ["SourceReader", "canonical_order"]
 
@@ -54,6 +64,8 @@ class SourceReader:
         if source.split:
             sizes = [self._host.local_columns(name) for name in source.split]
             rows_NC = split_columns(rows_NC, source.split.index(source.boundary), sizes, source.shares, source.boundary)
+        if source.chosen:
+            rows_NC = chosen_columns(rows_NC, source.chosen, source.boundary)
         return rows_NC, row_shape
 
     def _with_added(self, values: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> torch.Tensor:
