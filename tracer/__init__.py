@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tracer.errors import TracerError
+    from tracer.hosts import suggest_map
     from tracer.hosts.vllm_driver import vllm_options
     from tracer.read.diff import diff_traces
     from tracer.read.floor import Tolerance
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from tracer.record.map_entries import BoundaryMap
     from tracer.record.remote import RemoteTrace
 
-__all__ = ["Tolerance", "TracerError", "diff_traces", "load_boundary_map", "open_trace", "trace", "vllm_options"]
+__all__ = ["Tolerance", "TracerError", "diff_traces", "load_boundary_map", "open_trace", "suggest_map", "trace", "vllm_options"]
 
 __version__ = "0.1.0"
 
@@ -33,6 +34,7 @@ _HOMES = {
     "diff_traces": "tracer.read.diff",
     "load_boundary_map": "tracer.record.boundary_maps",
     "open_trace": "tracer.read.stitch",
+    "suggest_map": "tracer.hosts",
     "vllm_options": "tracer.hosts.vllm_driver",
 }
 

@@ -78,7 +78,16 @@ def _observe(host: TransformersHost, model: torch.nn.Module) -> Observation:
     with contextlib.ExitStack() as stack:
         ATTENTION.add(listeners)
         stack.callback(ATTENTION.remove, listeners)
-        seen = observe_forward(host.modules(), ids_BS, lambda: model(input_ids=ids_BS, use_cache=False), host.root())
+        try:
+            seen = observe_forward(host.modules(), ids_BS, lambda: model(input_ids=ids_BS, use_cache=False), host.root())
+        except Exception as error:  # whatever a model says about a plain call
+            raise UsageError(
+                Code.BAD_ARGUMENT,
+                f"the model cannot run {_BATCH} x {_COLUMNS} token ids alone: {type(error).__name__}: {error}",
+                where=host.root_class(),
+                expected="a decoder that takes input_ids",
+                remedy="build a small model that runs, and pass it to tracer.suggest_map(model)",
+            ) from error
     seen.taps = {path: leaves for path, leaves in taps.items() if len(leaves) == len({leaf.leaf for leaf in leaves})}
     return seen
 
@@ -125,6 +134,8 @@ def _shrink(settings: dict[str, Any]) -> dict[str, Any]:
     heads, keys = shrunk.get("num_attention_heads"), shrunk.get("num_key_value_heads")
     if heads and keys and settings["num_attention_heads"] == settings["num_key_value_heads"]:
         shrunk["num_key_value_heads"] = heads
+    if "qk_rope_head_dim" in shrunk and "head_dim" in shrunk:  # latent attention: the rope table is as wide as the part that has positions
+        shrunk["head_dim"] = shrunk["qk_rope_head_dim"]
     return shrunk
 
 

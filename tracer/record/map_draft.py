@@ -56,7 +56,13 @@ class MapDraft:
 
 
 def draft_map(
-    findings: Findings, modules: Mapping[str, torch.nn.Module], *, host: str, family: str, classes: tuple[str, ...], model_types: tuple[str, ...]
+    findings: Findings,
+    modules: Mapping[str, torch.nn.Module],
+    *,
+    host: str,
+    family: str,
+    classes: tuple[str, ...],
+    model_types: tuple[str, ...],
 ) -> MapDraft:
     """The map that these findings make for one host's models of these classes."""
     return _Draft(findings, modules).write(host, family, classes, model_types)
@@ -117,7 +123,11 @@ class _Draft:
             if (match := re.match(re.escape(start) + r"(\d+)" + re.escape(end) + r"\.(.+)", path)) is not None:
                 below.setdefault(match[2], set()).add(int(match[1]))
         names = [name for name, found in below.items() if found == layers]
-        return f"{self.findings.layers}.{min(names, key=lambda name: (name.count('.'), name))}" if names else None
+        if not names:
+            return None
+        one = f"{start}{min(layers)}{end}."
+        bare = {name for name in names if not any(tensor is not None for tensor in self.modules[one + name]._parameters.values())}
+        return f"{self.findings.layers}.{min(names, key=lambda name: (name in bare, name.count('.'), name))}"
 
     # entries
 
@@ -155,7 +165,7 @@ class _Draft:
             elif not any(f"layers.{{layer}}.{name}" in self.guesses for name in instead):
                 lost = self.catalogue.boundaries[_key(other)]
                 further, also = self._found(lost)
-                names += [name for name in further if not name.startswith("input.") or lost.mixes_tokens]
+                names += [name for name in further if name != "input.positions"]
                 mixes |= lost.mixes_tokens or also
         return names, mixes
 
@@ -185,7 +195,9 @@ class _Draft:
             lines += [f"      # {guess.evidence}", f"      {name}: {_flow(guess.binding)}"]
         lines += ["    weights:", *(f"      {path}: {_flow(_weight(weight))}" for path, weight in self.findings.weights.items())]
         unnamed = self._unnamed()
-        missing = [*self.missing, f"no boundary of the name: {', '.join(absent)}"] + ([f"parameters that keep their own names: {', '.join(unnamed)}"] if unnamed else [])
+        missing = [*self.missing, f"no boundary of the name: {', '.join(absent)}"]
+        if unnamed:
+            missing.append(f"parameters that keep their own names: {', '.join(unnamed)}")
         lines += ["", "# Not found", *(f"# - {text}" for text in missing)]
         return MapDraft(family, "\n".join(lines) + "\n", tuple(self.guesses), tuple(missing))
 

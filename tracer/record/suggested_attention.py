@@ -104,7 +104,8 @@ def _projection(layer: LayerView, part: str, sources: list[Operator], scope: str
     _by_name(layer, sources, "its numbers do not tell; ", (part,))
     if part == "v" and "layers.{layer}.attn.v" not in layer.guesses:
         layer.missing.pop()
-        layer.guesses["layers.{layer}.attn.v"] = _tap_guess(layer, tapped, tap, "what the attention function gets as v; no projection returns it")
+        evidence = "what the attention function gets as v; no projection returns it"
+        layer.guesses["layers.{layer}.attn.v"] = _tap_guess(layer, tapped, tap, evidence)
 
 
 def _packed(layer: LayerView, sources: list[Operator], taps: dict[str, TapLeaf]) -> bool:
@@ -120,10 +121,8 @@ def _packed(layer: LayerView, sources: list[Operator], taps: dict[str, TapLeaf])
             names = [f"layers.{{layer}}.attn.{part}" for part in ("q", "k", "v")]
             shares = [width // min(widths) for width in widths] if all(width % min(widths) == 0 for width in widths) else widths
             for part in ("q", "k", "v"):
-                layer.guess(
-                    f"attn.{part}", found.returned, "q, k, v side by side: v is what the attention function gets, heads of q and k are as long",
-                    split=names, shares=shares,
-                )  # fmt: skip
+                evidence = "q, k, v side by side: v is what the attention function gets, heads of q and k are as long"
+                layer.guess(f"attn.{part}", found.returned, evidence, split=names, shares=shares)
             transpose = found.kind == "transposed"
             layer.name_weights(found.module, "attn.q", "attn.k", "attn.v", transpose=transpose, shares=tuple(shares))
             return True

@@ -120,7 +120,7 @@ def _sums(view: LayerView) -> list[tuple[Leaf, Leaf | None]]:
             (
                 (leaf, after)
                 for after in sorted(streams.values(), key=lambda leaf: leaf.order)
-                if after.order > stream.order and after.key not in outputs
+                if after.order > stream.order and after.key not in (stream.key, view.exit.key)
                 for leaf in later
                 if leaf.order < after.order and torch.equal(stream.rows_NC + leaf.rows_NC, after.rows_NC)
             ),
@@ -137,7 +137,8 @@ def _parallel(view: LayerView, outputs: list[Leaf]) -> list[tuple[Leaf, Leaf | N
     for a, b in combinations(sorted(outputs, key=lambda leaf: leaf.order), 2):
         sums = (entry + (a.rows_NC + b.rows_NC), (entry + a.rows_NC) + b.rows_NC, (entry + b.rows_NC) + a.rows_NC)
         if any(torch.equal(total, leaving) for total in sums):
-            return [(a, None), (b, None)]
+            attends = [any(path == part.module or path.startswith(f"{part.module}.") for path in view.seen.taps) for part in (a, b)]
+            return [(b, None), (a, None)] if attends == [False, True] else [(a, None), (b, None)]
     return []
 
 
@@ -181,7 +182,10 @@ def _inputs(seen: Observation, found: Findings) -> None:
     for leaf in seen.leaves:
         if leaf.tensor.is_floating_point() or not leaf.given or not leaf.module or seen.calls[leaf.module] != 1:
             continue
-        if leaf.layout in ("b s", "p b s") and (leaf.rows_NC.long().cpu() == wanted.repeat(len(leaf.rows_NC) // len(wanted))[:, None]).all():
+        if leaf.layout not in ("b s", "p b s"):
+            continue
+        position_NC = leaf.rows_NC.long().cpu()
+        if (position_NC == wanted.repeat(len(position_NC) // len(wanted))[:, None]).all():
             shared = {"broadcast": "b"} if leaf.tensor.shape[-2] == 1 else {}
             _note(found, "input.positions", leaf, f"0 to {seen.columns - 1} for every sequence", **shared)
             return

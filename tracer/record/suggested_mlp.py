@@ -22,7 +22,7 @@ def find_mlp(layer: LayerView, out: Leaf) -> None:
     router = _router(layer, scope)
     if router is None and (several := _several(layer, scope)):
         layer.guess("moe.combine", out, f"added to the residual stream; {several}")
-        layer.missing.append(f"moe.router_logits, moe.topk_ids, moe.topk_weights: {several}, but nothing in it shows who chooses among them")
+        layer.missing.append(f"moe.router_logits, moe.topk_ids, moe.topk_weights: {several}, but nothing in it shows who chooses")
         return
     if router is None:
         layer.guess("mlp.out", out, "added to the residual stream; nothing in it chooses experts")
@@ -125,7 +125,8 @@ def _by_ids(layer: LayerView, leaves: list[Leaf], wide: list[Leaf]) -> _Router |
         if len({leaf.key for leaf in logits}) == 1 and len({leaf.key for leaf in weights}) == 1:
             count = logits[0].rows_NC.shape[1]
             order: dict[str, object] = {"canonical_order": "layers.{layer}.moe.topk_ids"}
-            how = f"the top {chosen} of moe.router_logits" if _are_top(ids_NK, logits[0]) else "not simply the top of moe.router_logits: the choice adds something"
+            plain = _are_top(ids_NK, logits[0])
+            how = f"the top {chosen} of moe.router_logits" if plain else "not simply the top of moe.router_logits: it adds something"
             return _Router(
                 logits[0], ids, weights[0],
                 f"{count} numbers per token, a linear map of the block's input",

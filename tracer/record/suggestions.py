@@ -68,6 +68,8 @@ class LayerView:
     unchanged: set[str] = field(default_factory=set)
     """Guesses whose rows are those of the boundary before: no boundary of their own, if so in every layer."""
 
+    _operators: dict[str, list[Operator]] = field(default_factory=dict)
+
     @cached_property
     def leaves(self) -> list[Leaf]:
         """Leaves of the modules below the layer, of those that ran once."""
@@ -107,15 +109,20 @@ class LayerView:
 
     def linears(self, scope: str) -> list[Operator]:
         """Linear maps below a path, in the order of time."""
-        return list(self._operators(scope, linear_kind))
+        return [found for found in self._known("linear", linear_kind) if found.module.startswith(f"{scope}.")]
 
     def norms(self, scope: str) -> list[Operator]:
         """Norms below a path, in the order of time."""
-        return list(self._operators(scope, norm_kind))
+        return [found for found in self._known("norm", norm_kind) if found.module.startswith(f"{scope}.")]
 
-    def _operators(self, scope: str, kind_of: Any) -> Iterator[Operator]:
+    def _known(self, name: str, kind_of: Any) -> list[Operator]:
+        if name not in self._operators:
+            self._operators[name] = list(self._find_operators(kind_of))
+        return self._operators[name]
+
+    def _find_operators(self, kind_of: Any) -> Iterator[Operator]:
         for path, module in self.seen.modules.items():
-            if not path.startswith(f"{scope}.") or self.seen.calls.get(path) != 1 or list(module.children()):
+            if not path.startswith(f"{self.path}.") or self.seen.calls.get(path) != 1 or list(module.children()):
                 continue
             given, returned = operands(self.seen, path)
             if given is None or returned is None:
