@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers
 
-__all__ = ["FAMILIES", "class_name", "make_config", "make_ids", "make_model"]
+__all__ = ["FAMILIES", "class_name", "make_config", "make_ids", "make_model", "make_vision_language"]
 
 _BASE: dict[str, Any] = {
     "vocab_size": 512,
@@ -187,6 +187,33 @@ def _initialise(model: Any, seed: int) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.1 * normal(buffer))
+
+
+def make_vision_language(name: str, attention: str = "eager") -> Any:
+    """A tiny vision-language model (``Qwen2VL``, ``Qwen2_5_VL``, ``Qwen3VL``, ``Gemma3``): two layers, one of vision; an image of
+    four tokens is written as id 500 four times."""
+    text: dict[str, Any] = {**_BASE, "num_hidden_layers": 2}
+    vision: dict[str, Any] = {"hidden_size": 32, "patch_size": 4}
+    tokens = {"image_token_id": 500, "video_token_id": 501, "vision_start_token_id": 502, "vision_end_token_id": 503}
+    if name == "Gemma3":
+        text |= {"hidden_size": 48, "sliding_window": 8, "layer_types": _HALF_SLIDING[:2], "query_pre_attn_scalar": 16}
+        vision |= {"intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16}
+        tokens = {"image_token_id": 500, "boi_token_index": 502, "eoi_token_index": 503, "mm_tokens_per_image": 4}
+    else:
+        del text["head_dim"]
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+        vision |= {"depth": 1, "num_heads": 2, "temporal_patch_size": 2, "spatial_merge_size": 2}
+        vision |= {
+            "Qwen2VL": {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+            "Qwen2_5_VL": {"out_hidden_size": 64, "intermediate_size": 32, "window_size": 16, "fullatt_block_indexes": [0]},
+            "Qwen3VL": {"out_hidden_size": 64, "intermediate_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        }[name]
+    torch.manual_seed(7)
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, **tokens)
+    config._attn_implementation = attention
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval().requires_grad_(False)
+    _initialise(model, 8)
+    return model
 
 
 def make_ids(batch: int = 2, length: int = 12, seed: int = 3) -> torch.Tensor:

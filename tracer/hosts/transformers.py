@@ -38,6 +38,9 @@ BoolArray = npt.NDArray[np.bool_]
 _WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
 """Where torch.compile, FSDP1, checkpoint_wrapper and DDP keep what they wrap."""
 
+_ADAPTED = ("base_model", "model")
+"""Where PEFT keeps the model: its own model holds a tuner, which holds the library's."""
+
 _CACHE_NAMES = ("cache", "past_key_values")
 
 
@@ -57,6 +60,14 @@ def create(model: torch.nn.Module, mesh: Mesh | None) -> TransformersHost:
             expected="a PreTrainedModel, wrapped or not",
             found=f"{type(model).__module__}.{type(model).__qualname__}",
             remedy="pass the transformers model itself",
+        )
+    config: Any = cast("Any", _unwrap(model)).config
+    if getattr(config, "is_encoder_decoder", False):
+        raise HostError(
+            Code.HOST_UNSUPPORTED,
+            "encoder-decoder models are not covered: a token of the decoder depends on a second sequence, which a token key cannot say",
+            found=type(_unwrap(model)).__name__,
+            remedy="trace a decoder-only model",
         )
     return TransformersHost(model, mesh)
 
@@ -124,9 +135,18 @@ class TransformersHost:
             named = [(False, *item) for item in module._parameters.items()] + [(True, *item) for item in module._buffers.items()]
             for buffer, name, tensor in named:
                 if tensor is not None:
-                    parameter = _host_parameter(f"{path}.{name}" if path else name, tensor, buffer, path in flattened)
+                    owner = self._adapted_path(path)
+                    parameter = _host_parameter(f"{owner}.{name}" if owner else name, tensor, buffer, path in flattened)
                     if parameter.tensor is None or parameter.tensor.numel() or not tensor.numel():
                         yield self._same_part(parameter)
+            if "_packed_params" in module._modules and "weight" not in module._parameters:
+                shape = (int(module.out_features), int(module.in_features))  # type: ignore[arg-type]
+                yield HostParameter(f"{path}.weight", None, shape, unknown="packed by its quantized operator")
+
+    def _adapted_path(self, path: str) -> str:
+        """Path of a module as it is without an adapter around it."""
+        outer, _, own = path.rpartition(".")
+        return outer if own == "base_layer" and _is_adapter(self._modules[outer]) else path
 
     def _same_part(self, parameter: HostParameter) -> HostParameter:
         """The part that was shown the first time, where FSDP has gathered the whole since and not let it go yet."""
@@ -301,8 +321,16 @@ def _is_library_model(module: torch.nn.Module) -> bool:
     return any(kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.") for kind in type(module).__mro__)
 
 
+def _is_adapter(module: torch.nn.Module) -> bool:
+    """Whether a module is PEFT's: its model, a tuner, or a layer that wraps one of the library's."""
+    return any(kind.__module__.startswith("peft.") for kind in type(module).__mro__)
+
+
 def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
     """What ``module`` wraps, None where it is no wrapper."""
+    for attribute in _ADAPTED if _is_adapter(module) else ():
+        if attribute in module._modules:
+            return module._modules[attribute]
     for attribute in _WRAPPED:
         inner = module._modules.get(attribute)
         if inner is not None and (attribute != "module" or type(module).__name__ in ("DistributedDataParallel", "DataParallel")):

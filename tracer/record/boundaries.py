@@ -148,11 +148,22 @@ class Plan:
         )
 
     def name_weights(self, path: str) -> tuple[WeightRule, tuple[str, ...]] | None:
-        """The rule about the host's parameter at ``path`` and its semantic names; None where no rule is about it."""
+        """The rule about the host's parameter at ``path`` and its semantic names; None where no rule is about it.
+
+        What a wrapper or quantizer adds below a module whose weight has a name (``q_proj.lora_A.default.weight``,
+        ``q_proj.weight_scale_inv``) is named like it: ``layers.0.attn.q.lora_A.default.weight``."""
         for rule in self.weight_rules:
             names = rule.match(path)
             if names is not None:
                 return rule, names
+        parts = path.split(".")
+        for depth in range(len(parts) - 1, 0, -1):
+            owner = ".".join((*parts[:depth], "weight"))
+            for rule in self.weight_rules:
+                names = rule.match(owner) or ()
+                if len(names) == 1 and names[0].endswith(".weight") and "{" not in names[0]:
+                    name = f"{names[0].removesuffix('weight')}{'.'.join(parts[depth:])}"
+                    return WeightRule(path, (name,)), (name,)
         return None
 
     def with_weights(self, names: Iterable[str]) -> tuple[Boundary, ...]:
