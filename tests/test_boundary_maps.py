@@ -357,6 +357,26 @@ def test_unknown_maps_and_classes(tmp_path: Path) -> None:
     assert caught.value.found == "Qwen9ForCausalLM"
 
 
+@pytest.mark.parametrize(
+    ("map_name", "family", "found"),
+    [
+        ("llama4", "qwen3_moe", "layer has no module model.layers.0.feed_forward.gate_proj (dense)"),
+        ("gemma3", "llama", "layers.0.attn.q_norm: no module model.layers.0.self_attn.q_norm"),
+        ("qwen2_vl", "qwen2", "Qwen2ForCausalLM with"),
+        ("deepseek_v3", "glm4_moe", "layers.0.attn.kv_latent: no module model.layers.0.self_attn.kv_a_proj_with_mqa"),
+    ],
+)
+def test_a_map_for_the_wrong_class_is_refused(map_name: str, family: str, found: str) -> None:
+    """A map of another class does not fit, and the error names its file, the modules it expects and what the model has instead."""
+    modules = {path: type(module).__name__ for path, module in tiny(family).named_modules()}
+    with pytest.raises(MapError) as caught:
+        resolve(load_boundary_map(map_name), HOST, modules, level=2).require_resolved()
+    assert caught.value.code is Code.MAP_UNFIT
+    assert f"{map_name}.yaml" in caught.value.where
+    assert "module" in caught.value.expected
+    assert found in caught.value.found
+
+
 def test_the_maps_of_the_how_to_work(tmp_path: Path) -> None:
     """Every map printed in the how-to loads, and its Phi-3 map resolves on a real model with a name for every parameter."""
     page = (MAPS.parent / "docs/how-to/write-a-map.md").read_text()
