@@ -25,13 +25,14 @@ _TOUCHES_A_MODEL = re.compile(r"^\s*(?:from|import) (?:transformers|tests\.(?:ti
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of modules that touch a framework's model are marked ``host``: they run again with the oldest version supported."""
+    """Slow tests go first. Tests of modules that touch a framework's model are marked ``host``: they run again with the oldest version."""
     touches: dict[Path, bool] = {}
     for item in items:
         if item.path not in touches:
             touches[item.path] = _TOUCHES_A_MODEL.search(item.path.read_text()) is not None
         if touches[item.path]:
             item.add_marker(pytest.mark.host)
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -112,5 +112,3 @@ def assert_equal(left: Fingerprints, right: Fingerprints, scale: float = 1e-6) -
     np.testing.assert_allclose(left.sum_squares_N, right.sum_squares_N, rtol=1e-12)
     norms = np.sqrt(left.sum_squares_N.max(initial=0)) * np.sqrt(left.sketch_N16.size + 1)
     np.testing.assert_allclose(left.sketch_N16, right.sketch_N16, rtol=1e-5, atol=scale * norms)
-
-

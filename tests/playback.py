@@ -516,9 +516,10 @@ class Stage:
         level: int = 2,
         fill: bool = True,
         check: bool = True,
+        **options: Any,
     ) -> Path:
         """Record every rank in turn. ``wrap(boundary, tensor)`` gives what the leaf returns, ``prepare`` changes the built
-        model, ``bindings`` and ``entries`` change the map. Returns the trace directory."""
+        model, ``bindings`` and ``entries`` change the map, ``options`` are those of ``trace``. Returns the trace directory."""
         listed = ranks if isinstance(ranks, list) else [ranks]
         out = self.folder / side
         for rank in listed:
@@ -550,7 +551,7 @@ class Stage:
                     layouts.setdefault(_template(name), "t c")
             map_file = write_map(self.folder / f"{side}-{rank.rank}.yaml", full, layouts, bindings or {}, entries or {})
             with run_id(f"run-{side}"), around(built, rank) if around else nullcontext():
-                recorder = tracer.trace(built, map=str(map_file), out=out, level=level, host=host)
+                recorder = tracer.trace(built, map=str(map_file), out=out, level=level, host=host, **options)
                 with recorder:
                     self.drive(built, full, rank)
         return out

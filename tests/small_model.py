@@ -167,8 +167,8 @@ class SmallHost:
         mask, start = kwargs.get("mask"), kwargs.get("start", 0)
         mask_BS = np.ones_like(ids_BS) if mask is None else mask.numpy()
         self.batches += not start
-        lengths = sequences.document_lengths(len(ids_BS))
-        document_N = documents_from_mask(mask_BS) if lengths is None else documents_from_lengths(lengths, ids_BS.shape[1])
+        lengths = None if start else sequences.document_lengths(mask_BS)
+        document_N = documents_from_mask(mask_BS) if lengths is None else documents_from_lengths(lengths, ids_BS.shape[1], mask_BS)
         count = int(document_N.max(initial=-1)) + 1
         names = sequences.take_requests(count) if not start else [""] * count
         sequence_D = [sequences.open(f"b{self.batches}.r{d}", request=names[d]) for d in range(count)]
@@ -252,8 +252,8 @@ def read_back(out: str | Path, rank: int = 0) -> Recorded:
     for segment, block in shard.blocks():
         recorded.blocks.append(block)
         lines = segment.lists[block.row_start : block.row_start + block.row_count]
-        digest = segment.digest[block.digest_start : block.digest_start + block.row_count]
-        columns = sum(stop - start for start, stop in block.spans) or block.width
+        digest = segment.block_digest(block)
+        kept_BC = segment.block_values(block)
         found = recorded.again if block.recompute else recorded.rows
         into = found.setdefault(block.boundary, {})
         for k, line in enumerate(lines):
@@ -264,9 +264,8 @@ def read_back(out: str | Path, rank: int = 0) -> Recorded:
                 int(segment.rows_expert[line]),
             )
             value = tuple(int(lane) for lane in digest[k])
-            if block.values_start >= 0:
-                start = block.values_start + k * columns
-                value = tuple(int(v) for v in segment.values[start : start + columns])
+            if kept_BC is not None:
+                value = tuple(int(v) for v in kept_BC[k])
             if block.spans and key in into:
                 value = tuple((a + b) % 2**64 for a, b in zip(value, into[key], strict=True))
             into[key] = value

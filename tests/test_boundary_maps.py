@@ -20,7 +20,7 @@ from tracer.errors import Code, MapError
 from tracer.format.fingerprint import fingerprint_rows
 from tracer.format.schema import BoundaryStatus
 from tracer.record.boundaries import Source, resolve
-from tracer.record.boundary_maps import load_boundary_map, map_for_root_class, map_names
+from tracer.record.boundary_maps import load_boundary_map, map_for_root_class, map_names, require_served
 from tracer.record.map_entries import layout_axes
 
 MAPS = Path(__file__).resolve().parent.parent / "boundary_maps"
@@ -353,7 +353,9 @@ def test_unknown_maps_and_classes(tmp_path: Path) -> None:
     with pytest.raises(MapError) as caught:
         map_for_root_class("Qwen9ForCausalLM", HOST)
     assert caught.value.code is Code.MAP_UNKNOWN
-    assert "Qwen3MoeForCausalLM" in caught.value.expected
+    assert "Qwen3ForCausalLM" in caught.value.expected
+    assert caught.value.expected.count("ForCausalLM") == 3
+    assert "tracer map list" in caught.value.remedy
     assert caught.value.found == "Qwen9ForCausalLM"
 
 
@@ -375,6 +377,43 @@ def test_a_map_for_the_wrong_class_is_refused(map_name: str, family: str, found:
     assert f"{map_name}.yaml" in caught.value.where
     assert "module" in caught.value.expected
     assert found in caught.value.found
+
+
+def test_a_subclass_has_the_map_of_its_nearest_ancestor() -> None:
+    """A class that no map knows takes the map of the nearest class it derives from."""
+    ancestors = ("MyBase", "Qwen3ForCausalLM", "LlamaForCausalLM", "PreTrainedModel")
+    assert map_for_root_class("MyQwen", HOST, ancestors).family == "qwen3"
+    assert map_for_root_class("LlamaForCausalLM", HOST, ancestors).family == "llama"
+    with pytest.raises(MapError):
+        map_for_root_class("GPTModel[strange]", "megatron", ("GPTModule[strange]",))
+
+
+def test_a_map_of_another_class_is_refused(tmp_path: Path) -> None:
+    """A map serves the classes it lists and those that derive from them, however much of another model would resolve."""
+    llama = load_boundary_map("llama")
+    require_served(llama, HOST, "LlamaForCausalLM")
+    require_served(llama, HOST, "MyLlama", ("LlamaForCausalLM", "PreTrainedModel"))
+    with pytest.raises(MapError) as caught:
+        require_served(llama, HOST, "Qwen3ForCausalLM")
+    error = caught.value
+    assert (error.code, error.expected, error.found) == (Code.MAP_UNFIT, "LlamaForCausalLM", "Qwen3ForCausalLM")
+    assert error.what == "boundary map llama does not serve Qwen3ForCausalLM"
+    assert error.remedy == 'map="qwen3", which serves Qwen3ForCausalLM, or map="auto"'
+    with pytest.raises(MapError, match="extends: llama"):
+        require_served(llama, HOST, "PhiForCausalLM")
+    with pytest.raises(MapError, match="this one is a base"):
+        require_served(load_boundary_map("decoder"), HOST, "LlamaForCausalLM")
+
+
+def test_a_map_of_the_users_own_is_taken_at_its_word(tmp_path: Path) -> None:
+    """A file that lists no class serves any; one that lists classes is held to them."""
+    for name, classes in (("open", ""), ("closed", "hosts: {transformers: {classes: [MyModel]}}\n")):
+        (tmp_path / f"{name}.yaml").write_text(f"family: {name}\nextends: llama\n{classes}")
+    require_served(load_boundary_map(str(tmp_path / "open.yaml")), HOST, "Qwen3ForCausalLM")
+    closed = load_boundary_map(str(tmp_path / "closed.yaml"))
+    require_served(closed, HOST, "MyModel")
+    with pytest.raises(MapError):
+        require_served(closed, HOST, "Qwen3ForCausalLM")
 
 
 def test_the_maps_of_the_how_to_work(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -199,14 +200,6 @@ def test_chosen_positions_only(tmp_path: Path) -> None:
         assert all(boundary.status is BoundaryStatus.RECORDED for boundary in recorded.manifest.boundaries)
 
 
-@pytest.mark.parametrize("tokens", [slice(-4, None), [-1], slice(None, -1)])
-def test_positions_from_the_end_are_refused(tokens: Any, tmp_path: Path) -> None:
-    """How long a sequence will be is not known, so negative positions are no choice."""
-    with pytest.raises(UsageError) as caught:
-        traced(tmp_path, SmallModel(), tokens=tokens)
-    assert caught.value.code is Code.BAD_ARGUMENT
-
-
 def test_requests_name_the_next_forward(tmp_path: Path) -> None:
     """Names go to the sequences of the next forward in batch order; what nobody took is noted."""
     model = SmallModel()
@@ -242,10 +235,21 @@ def test_the_user_says_where_documents_begin(given: Any, tmp_path: Path) -> None
     assert recorded.ids == {"b1.r0": {0: 11, 1: 12}, "b1.r1": {0: 13, 1: 14, 2: 15}}
 
 
-def test_documents_that_do_not_fit_stop_the_recording(tmp_path: Path) -> None:
-    """A wrong ``sequences=`` makes the trace incomplete, and the run goes on."""
-    recorded = record(tmp_path, SmallModel(), {"input_ids": IDS}, sequences=[0, 2, 5])
-    assert "does not fit the batch" in recorded.manifest.incomplete_reason
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ([0, 2, 5], "expected documents of 2 batch rows; found documents of 1"),
+        ([[5], [2, 4]], "batch row 1; expected documents of 5 tokens in all; found 2 + 4 = 6"),
+        (lambda args, kwargs: 5, "does not say where documents begin"),
+        (lambda args: [[5], [5]], "the function sequences= failed; found TypeError"),
+    ],
+    ids=["rows", "tokens", "result", "function"],
+)
+def test_documents_that_do_not_fit_stop_the_recording(given: Any, reason: str, tmp_path: Path) -> None:
+    """A ``sequences=`` that a forward shows to be wrong makes the trace incomplete, with both numbers, and the run goes on."""
+    recorded = record(tmp_path, SmallModel(), {"input_ids": IDS}, sequences=given)
+    assert "[bad-argument]" in recorded.manifest.incomplete_reason
+    assert reason in recorded.manifest.incomplete_reason
 
 
 # ------------------------------------------------------------------------------------------- recorded by hand
@@ -424,17 +428,21 @@ def test_skipped_forwards_are_counted(tmp_path: Path) -> None:
         model(IDS)
     manifest = manifest_of(tmp_path)
     assert [(skip.reason, skip.forwards) for skip in manifest.counts.skipped] == [("warm-up", 1)]
-    assert {(boundary.status, boundary.reason) for boundary in manifest.boundaries} == {(BoundaryStatus.VACUOUS, "no forward ran")}
+    verdicts = {(boundary.status, boundary.reason) for boundary in manifest.boundaries}
+    assert verdicts == {(BoundaryStatus.VACUOUS, "no forward ran: 1 skipped: warm-up")}
 
 
 # ------------------------------------------------------------------------------------------- vacuous boundaries
 
 
-def test_a_trace_without_a_forward_is_vacuous(tmp_path: Path) -> None:
-    """If the model never ran, no boundary passes."""
+def test_a_trace_without_a_forward_is_vacuous(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """If the model never ran, no boundary passes, and the end says so."""
     with traced(tmp_path, SmallModel()):
         pass
     assert {boundary.reason for boundary in manifest_of(tmp_path).boundaries} == {"no forward ran"}
+    count = len(manifest_of(tmp_path).boundaries)
+    said = f"proves nothing at input.ids (and {count - 1} more): no forward ran\n"
+    assert capsys.readouterr().err == f"tracer: {tmp_path / 'trace'} {said}"
 
 
 def test_a_module_that_never_ran_is_vacuous(tmp_path: Path) -> None:
@@ -638,6 +646,75 @@ def test_a_caught_exception_ends_only_its_forward(tmp_path: Path) -> None:
     assert {key[2] for key in recorded.rows["lm_head"]} == {1, 3}
 
 
+def test_an_interrupted_forward_makes_the_trace_incomplete(tmp_path: Path) -> None:
+    """A KeyboardInterrupt that the program catches leaves half a forward, whether another one follows or not."""
+
+    class Interrupted(SmallModel):
+        def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+            output = super().forward(input_ids)
+            if "stop" in kwargs:
+                raise KeyboardInterrupt
+            return output
+
+    for more in (0, 1):
+        model = Interrupted()
+        with torch.no_grad(), traced(tmp_path / str(more), model):
+            model(IDS)
+            with suppress(KeyboardInterrupt):
+                model(IDS, stop=True)
+            for _ in range(more):
+                model(IDS)
+        manifest = manifest_of(tmp_path / str(more))
+        assert (manifest.complete, manifest.incomplete_reason) == (False, "forward 1 was interrupted")
+
+
+def test_any_thread_may_run_the_model_but_one_at_a_time(tmp_path: Path) -> None:
+    """Forwards of other threads are recorded; two at once stop the recording before a row is taken for another's."""
+
+    class Meeting(SmallModel):
+        barrier: threading.Barrier | None = None
+
+        def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+            if self.barrier is not None:
+                self.barrier.wait(10)
+            return super().forward(input_ids)
+
+    def in_threads(model: nn.Module, count: int) -> None:
+        threads = [threading.Thread(target=model, kwargs={"input_ids": IDS + n}) for n in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    model = Meeting()
+    with traced(tmp_path / "one", model):
+        in_threads(model, 1)
+        in_threads(model, 1)
+    manifest = manifest_of(tmp_path / "one")
+    assert (manifest.complete, manifest.counts.forwards) == (True, 2)
+    with traced(tmp_path / "two", model):
+        model.barrier = threading.Barrier(2)
+        in_threads(model, 2)
+    manifest = manifest_of(tmp_path / "two")
+    assert manifest.incomplete_reason.startswith("two threads ran the model at once")
+    assert manifest.counts.forwards == 1
+
+
+def test_a_module_that_another_thread_calls_is_no_part_of_a_forward(tmp_path: Path) -> None:
+    """A watched module called beside the forward from another thread is counted, and its rows are nobody's."""
+
+    class Helped(SmallModel):
+        def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+            helper = threading.Thread(target=self.layer(0).mlp, args=(torch.zeros(2, 5, 16),))
+            helper.start()
+            helper.join()
+            return super().forward(input_ids)
+
+    recorded = record(tmp_path, Helped(), BATCH)
+    assert [note.code for note in recorded.manifest.notes] == ["other-thread"]
+    assert recorded.rows == record(tmp_path / "plain", SmallModel(), BATCH).rows
+
+
 def test_an_exception_beside_the_model_makes_the_trace_incomplete(tmp_path: Path) -> None:
     """What ends the block early is named in the manifest."""
 
@@ -686,13 +763,14 @@ def test_a_killed_process_leaves_an_uncommitted_shard(tmp_path: Path) -> None:
 
 
 def test_a_forked_copy_is_not_recorded(tmp_path: Path) -> None:
-    """A child forked while recording has no writer: it runs the model untouched and writes nothing."""
+    """A child forked while recording has no writer: it runs the model untouched, ends its copy of the block, writes nothing."""
     model = SmallModel()
-    with torch.no_grad(), traced(tmp_path, model):
+    with torch.no_grad(), traced(tmp_path, model) as t:
         child = os.fork()
         if child == 0:
             for _ in range(2):
                 model(IDS[:1, :1])
+            t.stop()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         model(IDS)
@@ -748,7 +826,7 @@ def test_the_environment_names_run_and_folder(tmp_path: Path, monkeypatch: pytes
     assert f"tracer: wrote {t.path}" in capsys.readouterr().err
     monkeypatch.setenv("TRACER_OUT", str(tmp_path / "elsewhere"))
     with traced(tmp_path, model) as t:
-        pass
+        model(IDS)
     assert t.path == tmp_path / "elsewhere"
     assert read_back(t.path).manifest.run_id == "run-7"
     assert capsys.readouterr().err == ""

@@ -10,6 +10,7 @@ import pytest
 
 from tests.cli_runs import run_tracer
 from tests.trace_files import BOUNDARIES, fingerprints, manifest, row_set
+from tracer.format.dumps import read_plan
 from tracer.format.schema import Sequence
 from tracer.format.store import ShardWriter
 from tracer.read.findings import DiffResult
@@ -89,3 +90,15 @@ def test_all(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> Non
     """``--all`` leaves nothing out."""
     run_tracer("diff", *pair, "--all")
     assert "not shown" not in capsys.readouterr().out
+
+
+def test_plan_is_written_only_for_a_difference(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--plan writes what a second run should save and says how to run it; without a difference it says why it wrote nothing."""
+    file = tmp_path / "plan.json"
+    assert run_tracer("diff", pair[0], pair[0], "--plan", file) == 0
+    assert "no plan written: no value is proven to differ" in capsys.readouterr().err
+    assert not file.exists()
+    assert run_tracer("diff", *pair, "--plan", file) == 1
+    assert f"TRACER_PLAN={file}" in capsys.readouterr().err
+    output = read_plan(file).boundaries[0]
+    assert (output.boundary, output.differing) == ("layers.0.residual", 1)

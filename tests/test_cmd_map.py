@@ -70,6 +70,16 @@ def test_check_names_every_unresolved_boundary(config: Path) -> None:
     assert output.splitlines()[-1] == "52 of 72 boundaries resolved"
 
 
+def test_check_says_that_a_map_serves_another_class(tmp_path: Path) -> None:
+    """A map of another class exits with 2 although every boundary resolves, and the fitting map is named."""
+    make_config("mistral").to_json_file(tmp_path / "config.json")
+    code, output = run("check", "llama", "--config", str(tmp_path))
+    assert code == 2
+    assert "[map-unfit] boundary map llama does not serve MistralForCausalLM" in output
+    assert 'to do: map="mistral", which serves MistralForCausalLM, or map="auto"' in output
+    assert output.splitlines()[-1].startswith("63 of 63 boundaries resolved")
+
+
 def test_check_takes_a_map_file(config: Path, tmp_path: Path) -> None:
     """A path works where a name does."""
     (tmp_path / "mine.yaml").write_text("family: mine\nextends: qwen3_moe\n")
@@ -105,3 +115,12 @@ def test_suggest_writes_a_map_that_checks(config: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         run("suggest", "--config", str(config), "--out", str(target))
     assert caught.value.code is Code.OUT_IN_USE
+
+
+def test_check_that_cannot_run_says_so(config: Path) -> None:
+    """Module names of an engine come from its own classes: without it the check is not run, with the reason and the remedy."""
+    with pytest.raises(HostError) as caught:
+        run("check", "qwen3_moe", "--config", str(config), "--host", "vllm")
+    assert caught.value.code is Code.HOST_MISSING_PACKAGE
+    assert caught.value.what.startswith("not run: ")
+    assert caught.value.remedy

@@ -29,8 +29,15 @@ def test_nested_conditions_are_flat_and_volatile_ones_are_left_out() -> None:
 
 
 def test_a_condition_of_one_side_is_listed() -> None:
-    """What only one side recorded is shown against nothing."""
+    """What only one side recorded is shown against nothing, after what both recorded."""
     assert differing({"x": 1}, {}) == {"x": {"a": 1, "b": None}}
+    assert list(differing({"model": {"x": 1}, "y": 1}, {"y": 2})) == ["y", "model.x"]
+
+
+def test_what_differs_by_layer_meets_what_does_not() -> None:
+    """An attribute with several values by layer is one text under its own name."""
+    scaled: dict[str, object] = {"scaling": {"by_index": {"0.25": "0 2", "0.5": "1"}}}
+    assert differing(scaled, {"scaling": 0.25}) == {"scaling": {"a": "0.25 in 0 2, 0.5 in 1", "b": 0.25}}
 
 
 def test_processes_that_differ_are_told() -> None:

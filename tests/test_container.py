@@ -92,6 +92,7 @@ def test_columns_are_read_where_no_more_mappings_are_allowed(tmp_path: Path, mon
     file = ColumnFile.open(tmp_path / "a", WEIGHT_COLUMNS)
     for name, array in arrays.items():
         np.testing.assert_array_equal(file.column(name), array)
+        np.testing.assert_array_equal(file.column(name, 1, len(array) - 1), array[1:-1])
         assert not file.column(name).flags.writeable
     assert file._mapped is None
 

@@ -508,12 +508,30 @@ def test_s30_copies_that_add_up_get_the_hint() -> None:
     assert "declare it partial" in result.next_step.lower()
 
 
-def test_an_intervention_is_information() -> None:
-    """What was done on purpose is listed and changes no verdict."""
+def test_an_intervention_is_never_a_fix() -> None:
+    """Sides that agree under an intervention are not the same: nobody can tell without it. A difference stays one, marked."""
     b = Side()
-    b.interventions = ("perturb_ulps=1",)
+    b.interventions = ("pin *.moe.topk_ids=run (3 choices changed)",)
     result = diff_traces(Side().trace(), b.trace())
-    assert (result.exit, codes(result)) == (0, [FindingCode.INTERVENTION])
+    assert (result.exit, codes(result)) == (2, [FindingCode.INTERVENTION])
+    assert result.headline.startswith("Could not tell: INTERVENTION: B was recorded with pin")
+    b.change("layers.1.attn.out")
+    result = diff_traces(Side().trace(), b.trace())
+    assert result.exit == 1
+    assert result.headline.endswith("[under INTERVENTION]")
+
+
+def test_a_fed_input_counts_as_equal() -> None:
+    """Where one side was fed the other's block inputs, every block that differs is a root of its own, as it started from equal values."""
+    a, b = Side(level=0), Side(level=0)
+    for layer in (0, 1):
+        b.change(f"layers.{layer}.residual")
+    assert [root.place.boundary for root in diff_traces(a.trace(), b.trace()).roots] == ["layers.0.residual"]
+    b.interventions = ("feed=a",)
+    trace_a, trace_b = a.trace(), b.trace()
+    replaced = {f"layers.{layer}.residual": trace_a.manifest.run_id for layer in (0, 1)}
+    fed = dataclasses.replace(trace_b, manifests=tuple(msgspec.structs.replace(entry, replaced=replaced) for entry in trace_b.manifests))
+    assert [root.place.boundary for root in diff_traces(trace_a, fed).roots] == ["layers.0.residual", "layers.1.residual"]
 
 
 # ---------------------------------------------------------------- partial sums

@@ -22,9 +22,9 @@ def test_inputs_come_before_weights_and_weights_before_their_boundary() -> None:
     b.carry_on("layers.3.attn.out", "s0:1")
     assert roots(Side(), b) == [
         ("input.ids", Class.INPUT),
-        ("layers.1.attn.out", Class.UNLOCALIZED),
+        ("layers.1.attn.out", Class.CORRECTNESS),
         ("layers.1.mlp.up.weight", Class.WEIGHT),
-        ("layers.3.attn.out", Class.UNLOCALIZED),
+        ("layers.3.attn.out", Class.CORRECTNESS),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -142,3 +143,27 @@ def test_a_boundary_the_floor_lacks_has_no_floor() -> None:
     result = diff_traces(Side().trace(), b.trace(), floor_a=noisy.trace())
     found = next(entry for entry in result.boundaries if entry.name == "layers.3.attn.q")
     assert (result.exit, found.floor, found.rows_above_floor) == (1, None, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        ({"relative": "1e-3"}, "relative"),
+        ({"relative": None}, "relative"),
+        ({"relative": True}, "relative"),
+        ({"relative": -1.0}, "relative"),
+        ({"relative": float("nan")}, "relative"),
+        ({"relative": float("inf")}, "relative"),
+        ({"ulps": 1.5}, "ulps"),
+        ({"ulps": "2"}, "ulps"),
+        ({"per_boundary": 5}, "per_boundary"),
+        ({"per_boundary": {"layers.*": "x"}}, "layers.*"),
+    ],
+)
+def test_what_is_no_tolerance_is_refused(given: Any, where: str) -> None:
+    """A limit that is no finite number from 0 on is a typed error that names it, what works and what was given."""
+    with pytest.raises(UsageError) as caught:
+        Tolerance(**given)
+    assert (caught.value.code, caught.value.where) == (Code.BAD_ARGUMENT, where)
+    assert caught.value.expected
+    assert caught.value.found

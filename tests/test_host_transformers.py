@@ -124,10 +124,10 @@ def test_documents_from_the_user_and_from_cu_seqlens(model: Any) -> None:
     with HostDriver(model) as driver:
         run(model, make_ids(1, 8), cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens, max_length_q=5, max_length_k=5)
         driver.registry.give_lengths([[2, 4]])
-        run(model, make_ids(1, 8))
+        run(model, make_ids(1, 8), attention_mask=torch.tensor([[0, 1, 1, 1, 1, 1, 1, 0]]))
     assert [row and row[0] for row in driver.rows(0)] == ["f0.r0.d0"] * 3 + ["f0.r0.d1"] * 5
     assert driver.given("visible_from", 0) == [0] * 3 + [-3] * 5
-    assert [row and row[0] for row in driver.rows(1)] == ["f1.r0.d0"] * 2 + ["f1.r0.d1"] * 4 + [None] * 2
+    assert [row and row[0] for row in driver.rows(1)] == [None] + ["f1.r0.d0"] * 2 + ["f1.r0.d1"] * 4 + [None]
 
 
 def test_prepared_masks_are_read() -> None:

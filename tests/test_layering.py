@@ -21,7 +21,7 @@ LAYERS: dict[str, set[str]] = {
     "sessions": {"errors", "format", "read", "scores"},
     "reports": {"errors", "format", "read", "scores", "sessions"},
     "cli": {"errors", "format", "record", "hosts", "read", "scores", "sessions", "reports", "facade"},
-    "facade": {"errors", "format", "record", "hosts", "read"},
+    "facade": {"errors", "format", "record", "hosts", "read", "sessions"},
     "__main__": {"cli"},
 }
 """Layer -> layers it may import, besides itself. ``facade`` is ``tracer/__init__``, ``__main__`` is ``python -m tracer``."""
@@ -34,8 +34,8 @@ PACKAGES: dict[str, set[str]] = {
     "hosts": NUMERIC | {"torch", "einops", "transformers", "megatron", "vllm"},
     "read": NUMERIC,
     "scores": NUMERIC,
-    "sessions": NUMERIC,
-    "reports": NUMERIC | {"rich"},
+    "sessions": NUMERIC | {"yaml"},
+    "reports": NUMERIC | {"rich", "jinja2", "markupsafe", "plotly"},
     "cli": NUMERIC | {"rich", "typer"},
     "facade": {"torch"},
     "__main__": set(),

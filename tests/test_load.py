@@ -10,12 +10,14 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.shard_records import tensor_parallel
 from tests.trace_files import BOUNDARIES, edit_manifest, write_shard
 from tracer.errors import Code, TraceFormatError, UsageError
-from tracer.format.schema import Axis
+from tracer.format.schema import Axis, MapIdentity
 from tracer.read.findings import FindingCode, Kind
 from tracer.read.load import TraceFiles, load_trace, verify_trace
 
@@ -150,6 +152,24 @@ def test_mixed_runs(tmp_path: Path) -> None:
     assert "rank 1 belongs to run second, rank 0 to run first" in trace.findings[0].text
     edit_manifest(tmp_path / "shard-00001", lambda content: content.update(run_id="first", world_size=4))
     assert codes(load_trace(tmp_path)) == [FindingCode.RUN_MIXED, FindingCode.SHARD_MISSING, FindingCode.SHARD_MISSING]
+
+
+def test_shards_that_were_not_recorded_alike(tmp_path: Path) -> None:
+    """Processes on other code (map, host, version of tracer), or that saw another mesh, make no trace together: each is named."""
+    other = MapIdentity(family="other", host="test", root_class="Tiny", digest="1")
+    changes: dict[str, tuple[dict[str, Any], str]] = {
+        "map": ({"map": other}, "rank 1 recorded with the boundary map other (1), rank 0 with tiny (0)"),
+        "host": ({"host": "other"}, "rank 1 recorded with the host other, rank 0 with test"),
+        "version": ({"tracer": "0.0.9"}, "rank 1 recorded with tracer 0.0.9"),
+        "mesh": ({"mesh": (Axis(name="tp", index=1, size=3),)}, "axis tp has 3 processes at rank 1 and 2 at rank 0"),
+    }
+    for name, (change, text) in changes.items():
+        ranks = tensor_parallel(tmp_path / name, 2)
+        ranks[0].commit()
+        ranks[1].commit(**change)
+        (finding,) = load_trace(tmp_path / name).findings
+        assert (finding.code, finding.kind, finding.ranks) == (FindingCode.RUN_MIXED, Kind.UNREADABLE, (1,))
+        assert text in finding.text
 
 
 def test_incomplete_recording(tmp_path: Path) -> None:

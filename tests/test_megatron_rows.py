@@ -87,11 +87,11 @@ def test_padding_is_left_out_and_counted() -> None:
 
 
 def test_lengths_of_the_user_come_first() -> None:
-    """``sequences=`` tells documents that neither positions nor masks show."""
+    """``sequences=`` tells documents that neither positions nor masks show, of the tokens that are no padding."""
     registry = SequenceRegistry()
-    registry.give_lengths([[2, 3], [6]])
+    registry.give_lengths([[2, 4], [6]])
     forward = read(registry=registry)
-    assert forward.rows.sequence_N.tolist() == [0, 0, 1, 1, 1, -1] + [2] * 6
+    assert forward.rows.sequence_N.tolist() == [0, 0, 1, 1, 1, 1] + [2] * 6
 
 
 def test_later_stages_know_no_ids() -> None:

@@ -84,6 +84,29 @@ def test_sharded_columns_are_not_scored(tmp_path: Path) -> None:
     assert boundary.reason == "columns are sharded in a way that no share of a score can be taken of"
 
 
+def test_a_process_without_a_column_has_no_part_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one process holds all columns and another only padding, both make the trace of one process that holds all: logits
+    bitwise, scores up to the rounding of their shares."""
+    monkeypatch.setenv("TRACER_RUN_ID", "run")
+    model = SmallModel()
+    record(tmp_path / "a", {"input_ids": IDS}, host=SmallHost(model))
+    for rank, span in enumerate(((0, 40), (40, 40))):
+        host = SmallHost(model, axes=(Axis(name="tp", index=rank, size=2),), rank=rank, world_size=2)
+        host.placements = {name: Placement(40, (span,), axis="tp") for name in ("lm_head", "scorer.logprobs")}
+        folder = tmp_path / "b"
+        folder.mkdir(exist_ok=True)
+        with torch.no_grad(), tracer.trace(model, map=small_map(folder), host=host, out=folder / "trace", strict=True):
+            model(input_ids=IDS)
+    result = tracer.diff_traces(tmp_path / "a/trace", tmp_path / "b/trace")
+    found = {boundary.name: boundary for boundary in result.boundaries}
+    assert {name for name, boundary in found.items() if boundary.rows_differing} <= {"scorer.logprobs"}
+    assert (found["lm_head"].rows_compared, found["lm_head"].copies_b) == (5, 1)
+    scores = found["scorer.logprobs"]
+    assert (scores.rows_compared, scores.dtype_b) == (4, "float32")
+    assert scores.distance is None or (scores.distance.largest or 0) < 1e-6
+    assert {finding.code.value for finding in result.findings} <= {"value-differs"}
+
+
 def test_unknown_ids_are_not_scored(tmp_path: Path) -> None:
     """A process that is not given the token ids cannot score them, nor show them."""
     recorded = record(tmp_path, {"input_ids": IDS}, host=SmallHost(SmallModel(), ids_known=False))

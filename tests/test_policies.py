@@ -55,8 +55,8 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_public_names() -> None:
     """The facade exports exactly these names, sorted, and every one resolves."""
-    exported = ["Tolerance", "TracerError", "diff_traces", "load_boundary_map", "open_trace", "suggest_map", "trace", "vllm_options"]
-    assert tracer.__all__ == exported
+    functions = ["bisect_traces", "diff_traces", "load_boundary_map", "open_trace", "replay_operator", "suggest_map"]
+    assert tracer.__all__ == ["Tolerance", "TracerError", *functions, "trace", "vllm_options"]
     for name in tracer.__all__:
         assert callable(getattr(tracer, name))
 

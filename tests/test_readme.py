@@ -1,7 +1,7 @@
 """The documentation runs: every Python block and every console command of the pages listed here, in order, in a fresh folder.
 
-A ``python`` block is run as a script; one whose first line is a comment with a file's name is saved under that name, for the
-commands that follow. In a ``console`` block every line that starts with ``$ `` is run by bash and the lines under
+A ``python`` block is run as a script; one (or a ``yaml`` block) whose first line is a comment with a file's name is saved under
+that name, for the commands that follow. In a ``console`` block every line that starts with ``$ `` is run by bash and the lines under
 it are what it must print (``...`` stands for anything; ``$ echo $?`` shows the exit code of the command before it).
 A block directly under ``<!-- not executed: REASON -->`` is skipped.
 
@@ -24,13 +24,13 @@ import torch
 from tests.tiny_models import make_model
 
 ROOT = Path(__file__).resolve().parent.parent
-OWN_TEST = {"docs/how-to/trace-megatron.md"}
+OWN_TEST = {"docs/how-to/trace-megatron.md", "docs/tutorial/trainer-against-rollout.md"}
 """Pages that another test runs, on a model of their own."""
 
 FOUND = sorted(str(path.relative_to(ROOT)) for door in ("tutorial", "how-to") for path in (ROOT / "docs" / door).glob("*.md"))
 PAGES = ["README.md", *(page for page in FOUND if page not in OWN_TEST)]
 
-pytestmark = pytest.mark.host
+pytestmark = [pytest.mark.host, pytest.mark.slow]
 
 
 @dataclass
@@ -86,15 +86,14 @@ def run_console(block: Block, folder: Path, where: str) -> None:
             assert status in (0, 1), f"{where}: `{command}` ended with {status}\n{done.stdout}"
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_block_of_the_page_runs(page: str, folder: Path) -> None:
-    """Everything a page tells the reader to run does run, and prints what the page shows."""
+def run_page(page: str, folder: Path) -> None:
+    """Run every block of a page that is not marked as not executed."""
     for block in blocks(ROOT / page):
         where = f"{page}:{block.line}"
         if block.skipped:
             continue
         match block.language:
-            case "python" if named := re.match(r"# (\w+\.py)\n", block.text):
+            case "python" | "yaml" if named := re.match(r"# (\w+\.(?:py|yaml))\n", block.text):
                 (folder / named[1]).write_text(block.text)
             case "python":
                 done = run([sys.executable, "-c", block.text], folder)
@@ -103,6 +102,12 @@ def test_every_block_of_the_page_runs(page: str, folder: Path) -> None:
                 run_console(block, folder, where)
             case _:
                 continue
+
+
+@pytest.mark.parametrize("page", [PAGES[0], *(pytest.param(page, marks=pytest.mark.newest) for page in PAGES[1:])])
+def test_every_block_of_the_page_runs(page: str, folder: Path) -> None:
+    """Everything a page tells the reader to run does run, and prints what the page shows."""
+    run_page(page, folder)
 
 
 def test_pages_with_a_test_of_their_own_have_it() -> None:

@@ -16,15 +16,13 @@ from tracer.record.next_token import score_rows
 def shares_of(logits_NV: torch.Tensor, ids: list[int], cuts: list[int]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     """The shares that processes holding the columns between ``cuts`` write, side by side."""
     row_N, id_N = np.arange(len(ids)), np.array(ids, np.int64)
-    parts = [
-        score_rows(logits_NV[:, start:stop], row_N, id_N, (start, stop)).numpy() for start, stop in itertools.pairwise(cuts)
-    ]
+    parts = [score_rows(logits_NV[:, start:stop], row_N, id_N, (start, stop)).numpy() for start, stop in itertools.pairwise(cuts)]
     return np.concatenate(parts, axis=1)
 
 
-@given(cuts=st.lists(st.integers(1, 39), min_size=1, max_size=5, unique=True).map(sorted), seed=st.integers(0, 99))
+@given(cuts=st.lists(st.integers(1, 39), min_size=1, max_size=5).map(sorted), seed=st.integers(0, 99))
 def test_any_cut_gives_the_score_of_the_whole(cuts: list[int], seed: int) -> None:
-    """Shares of uneven slices of the vocabulary make what log softmax over all of it gives, up to float32 rounding."""
+    """Shares of uneven slices of the vocabulary, empty ones too, make what log softmax over all of it gives, up to float32 rounding."""
     logits_NV = torch.randn(6, 40, generator=torch.Generator().manual_seed(seed)) * 20
     ids = [0, 39, 7, 20, 13, 1]
     share_NC = shares_of(logits_NV, ids, [0, *cuts, 40])

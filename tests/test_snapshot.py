@@ -19,6 +19,7 @@ from tracer.record.snapshot import (
     leaf_paths,
     local_tensor,
     pick_leaf,
+    put_leaf,
     select_columns,
     split_columns,
 )
@@ -270,3 +271,37 @@ def test_selected_columns_are_a_view() -> None:
     """``start:stop`` with either end open."""
     rows_NC = torch.arange(6).reshape(1, 6)
     assert [select_columns(rows_NC, text).tolist()[0] for text in ("0:2", "4:", ":1")] == [[0, 1], [4, 5], [0]]
+
+
+@pytest.mark.parametrize(
+    ("leaf", "output"),
+    [
+        ("output", torch.ones(2)),
+        ("output[1]", (None, torch.ones(2))),
+        ("output[0]", torch.ones(2)),
+        ("output[0]", [torch.ones(2), 3]),
+        ("output[0]", Pair(torch.ones(2), None)),
+        ("output.second", Pair(None, torch.ones(2))),
+        ("output.logits", ModelOutput(torch.ones(2))),
+        ("output.logits", {"logits": torch.ones(2), "loss": None}),
+        ("output.a|output[0].x[1]", ({"x": (1, torch.ones(2))}, 5)),
+    ],
+)
+def test_a_leaf_is_put_where_it_was_picked(leaf: str, output: Any) -> None:
+    """The new value is what the selector picks afterwards; containers keep their kind, and what was passed in is not changed."""
+    paths, value = leaf_paths(leaf), torch.zeros(2)
+    args, kwargs, changed = put_leaf(paths, (1,), {"k": 2}, output, value)
+    assert pick_leaf(paths, args, kwargs, changed) is value
+    assert pick_leaf(paths, args, kwargs, output) is not value
+    assert (args, kwargs, type(changed)) == ((1,), {"k": 2}, type(output))
+
+
+def test_a_leaf_is_put_into_arguments() -> None:
+    """Positional and keyword arguments are replaced without touching the caller's; a leaf that is not there is refused."""
+    value, kwargs = torch.zeros(2), {"hidden_states": torch.ones(2)}
+    paths = leaf_paths("input[0]|kwargs.hidden_states")
+    assert put_leaf(paths, (torch.ones(2), 5), {}, None, value)[0] == (value, 5)
+    assert put_leaf(paths, (), kwargs, None, value)[1]["hidden_states"] is value
+    assert kwargs["hidden_states"] is not value
+    with pytest.raises(CaptureError):
+        put_leaf(paths, (), {}, None, value)

@@ -214,14 +214,15 @@ def test_weight_rows(tmp_path: Path) -> None:
 
 
 def test_out_in_use(tmp_path: Path) -> None:
-    """A shard that exists, a file in the way and another run's folder are refused, and nothing of them changes."""
+    """A shard that exists, another run's folder and a file in the way are refused, and nothing of them changes."""
     write_shard(tmp_path / "t", run_id="first")
     before = {path: path.read_bytes() for path in (tmp_path / "t").rglob("*") if path.is_file()}
     (tmp_path / "file").write_text("mine")
     for out, rank, run_id in (("t", 0, "first"), ("t", 0, ""), ("t", 1, "second"), ("file", 0, ""), ("file/below", 0, "")):
         with pytest.raises(UsageError) as caught:
             ShardWriter(tmp_path / out, rank, run_id=run_id)
-        assert caught.value.code is Code.OUT_IN_USE
+        assert caught.value.code is (Code.BAD_ARGUMENT if "file" in out else Code.OUT_IN_USE)
+        assert caught.value.found
         assert caught.value.remedy
     assert {path: path.read_bytes() for path in (tmp_path / "t").rglob("*") if path.is_file()} == before
     ShardWriter(tmp_path / "t", 1, run_id="first")

@@ -40,6 +40,7 @@ def test_a_boundary_that_ran_is_recorded_with_its_numbers() -> None:
 def test_what_did_not_run_is_vacuous() -> None:
     """No forward, no execution, a known cause: each has its reason."""
     assert verdict(BoundaryTally(B), forwards=0) == ("vacuous", "no forward ran")
+    assert verdict(BoundaryTally(B), forwards=0, silent="compiled") == ("vacuous", "no forward ran: compiled")
     assert verdict(BoundaryTally(B)) == ("vacuous", "0 executions")
     assert verdict(BoundaryTally(B), silent="compiled") == ("vacuous", "0 executions: compiled")
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracer.errors import CaptureError, Code
+from tracer.errors import CaptureError, Code, UsageError
 from tracer.format.schema import Sequence
+from tracer.format.token_keys import token_keys
 from tracer.record.host import Rows
 from tracer.record.tokens import (
     SequenceRegistry,
@@ -185,22 +186,100 @@ def test_ids_of_a_forward_are_recorded_by_row() -> None:
 
 
 def test_request_names_are_used_up() -> None:
-    """Names go to the next forward only; too few or too many is noted."""
+    """Names go to the next forward only; another number of names than sequences names none of them and is noted."""
     registry = SequenceRegistry()
     assert registry.take_requests(2) == ["", ""]
     registry.name_requests(["p0", "p1"])
-    assert registry.take_requests(3) == ["p0", "p1", ""]
-    assert registry.take_requests(1) == [""]
-    assert [note.code for note in registry.notes] == ["requests-mismatch"]
+    assert registry.take_requests(2) == ["p0", "p1"]
+    for names in (["p0", "p1"], ["p0", "p1", "p2", "p3"]):
+        registry.name_requests(names)
+        assert registry.take_requests(3) == ["", "", ""]
+        assert registry.unused_requests() == []
+    assert [note.code for note in registry.notes] == ["requests-mismatch"] * 2
+
+
+def test_an_engine_takes_names_as_it_takes_requests() -> None:
+    """Names wait for the requests they are for, over several steps."""
+    registry = SequenceRegistry()
+    registry.name_requests(["p0", "p1", "p2"])
+    assert [registry.take_first_requests(n) for n in (2, 0, 2)] == [["p0", "p1"], [], ["p2", ""]]
+    assert registry.notes == []
+
+
+def test_names_replaced_before_a_forward_are_noted() -> None:
+    """The later names count; that the earlier ones were never taken is noted."""
+    registry = SequenceRegistry()
+    registry.name_requests(["p0", "p1"])
+    registry.name_requests(["p2", ""])
+    assert registry.take_requests(2) == ["p2", ""]
+    assert [(note.code, "p0, p1" in note.text) for note in registry.notes] == [("requests-replaced", True)]
+
+
+@pytest.mark.parametrize("names", ["ab", 5, None, [1, 2], ["a", None], ["a", "b", "a"]])
+def test_what_is_no_list_of_names_is_refused(names: Any) -> None:
+    """Anything but strings, and one name for two sequences, is a typed error that shows what was given."""
+    with pytest.raises(UsageError) as caught:
+        SequenceRegistry().name_requests(names)
+    assert caught.value.code is Code.BAD_ARGUMENT
+    assert caught.value.expected
+    assert caught.value.found
 
 
 def test_the_user_gives_boundaries_or_lengths() -> None:
-    """``sequences=`` is cu_seqlens of one packed row or document lengths per row, and must fit the batch."""
+    """``sequences=`` is cu_seqlens of one packed row or document lengths per row."""
     registry = SequenceRegistry()
-    assert registry.document_lengths(3) is None
+    assert registry.document_lengths(np.ones((3, 4))) is None
     registry.give_lengths(np.array([0, 7, 12]))
-    assert registry.document_lengths(1) == [[7, 5]]
+    assert registry.document_lengths(np.ones((1, 12))) == [[7, 5]]
     registry.give_lengths([[3, 4], (5,)])
-    assert registry.document_lengths(2) == [[3, 4], [5]]
-    with pytest.raises(CaptureError, match="does not fit the batch"):
-        registry.document_lengths(1)
+    assert registry.document_lengths([[1] * 7, [0, 1, 1, 1, 1, 1, 0]]) == [[3, 4], [5]]
+
+
+@pytest.mark.parametrize(
+    ("token_BS", "where", "expected", "found"),
+    [
+        ([[1] * 7], "", "documents of 1 batch rows", "documents of 2"),
+        ([[1] * 7] * 3, "", "documents of 3 batch rows", "documents of 2"),
+        ([[1] * 7, [1] * 6 + [0]], "batch row 1", "documents of 6 tokens in all", "5 = 5"),
+        ([[1] * 6, [1] * 5 + [0]], "batch row 0", "documents of 6 tokens in all", "3 + 4 = 7"),
+    ],
+)
+def test_lengths_must_fit_the_batch(token_BS: list[list[int]], where: str, expected: str, found: str) -> None:
+    """Documents of another number of rows, or of more or fewer tokens than a row has, are refused with both numbers."""
+    registry = SequenceRegistry()
+    registry.give_lengths([[3, 4], [5]])
+    with pytest.raises(UsageError, match="does not fit the batch") as caught:
+        registry.document_lengths(token_BS)
+    assert (caught.value.where, caught.value.expected, caught.value.found) == (where, expected, found)
+
+
+@pytest.mark.parametrize("told", [5, "x", [], [1, 3, 6], [0, 4, 3], [3, 3], [1.5], [["a"]], [[2, 4], 6], [[-1, 7]], [[1.5]]])
+def test_what_says_nothing_of_documents_is_refused(told: Any) -> None:
+    """Neither cu_seqlens nor lengths: a typed error that shows both forms."""
+    with pytest.raises(UsageError) as caught:
+        SequenceRegistry().give_lengths(told)
+    assert caught.value.code is Code.BAD_ARGUMENT
+    assert "cu_seqlens" in caught.value.expected
+    assert caught.value.found == repr(told)
+
+
+def test_lengths_skip_padding() -> None:
+    """Documents lie in the columns that are no padding, wherever those are."""
+    assert documents_from_lengths([[1, 2], [2]], 4, [[0, 1, 1, 1], [1, 0, 1, 0]]).tolist() == [-1, 0, 1, 1, 2, -1, 2, -1]
+
+
+def test_keys_are_known_as_far_as_the_ids_are() -> None:
+    """A token has its key once every id up to it is known, whatever order they came in; the keys are those of the reading side."""
+    registry = SequenceRegistry()
+    sequence = registry.open("s0", salt="adapter")
+    registry.record_ids(sequence, 0, [5, 6, 7])
+    registry.record_ids(sequence, 4, [9])
+    asked = np.full(5, sequence), np.arange(5)
+    key_N, known_N = registry.keys(*asked)
+    assert known_N.tolist() == [True, True, True, False, False]
+    registry.record_ids(sequence, 3, [8])
+    key_N, known_N = registry.keys(*asked)
+    assert known_N.all()
+    np.testing.assert_array_equal(key_N, token_keys([5, 6, 7, 8, 9], "adapter"))
+    padding_N, unknown_N = registry.keys(np.array([-1]), np.array([0]))
+    assert (padding_N.tolist(), unknown_N.tolist()) == ([0], [False])

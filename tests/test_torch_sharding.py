@@ -140,6 +140,7 @@ def test_columns_of_several_dimensions_are_flattened() -> None:
         inner = placed((2, 3, 2, 8), mesh, [Shard(3)], (2, 3, 2, 4))
         assert held_columns_of(inner, [2, 3]) == (16, ((4, 8), (12, 16)))
         assert held_columns_of(placed((2, 4, 8), mesh, [Shard(1)], (2, 2, 8)), [2]) == (8, ())
+        assert held_columns_of(placed((2, 1), mesh, [Shard(1)], (2, 0)), [1]) == (1, ((0, 0),))
 
 
 def test_only_plain_sums_are_partial() -> None:

@@ -61,9 +61,11 @@ def test_a_cut_that_nobody_explains_is_refused() -> None:
 
 
 def test_a_whole_boundary_needs_no_word_of_the_map() -> None:
-    """A boundary that has all its columns is whole although the map is silent about the axis."""
+    """A boundary that has all its columns is whole although the map is silent about the axis, and one without columns always is."""
     modules: dict[str, torch.nn.Module] = {"up": torch.nn.Linear(8, 128)}
     assert placer(modules=modules).place(Source("layers.0.mlp.gate_up", "up", layout="b s i"), 128, LEAF) == Placement(128)
+    other = Mesh(rank=1, world_size=2, axes=(Axis(name="model", index=1, size=2),))
+    assert placer(other).place(Source("input.positions", "rotary", layout="b s"), 1, LEAF) == Placement(1)
 
 
 def test_expert_parallelism_concerns_experts_only() -> None:

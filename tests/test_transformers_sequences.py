@@ -96,9 +96,7 @@ def test_rows_without_a_token_open_nothing() -> None:
 def test_visible_from_counts_from_the_sequences_first_token(visible: list[list[int]], expected: list[int]) -> None:
     """Slots 0 and 1 are padding: what a row sees before its sequence is negative, what is hidden is positive."""
     registry, tracker = SequenceRegistry(), SequenceTracker()
-    labelled = tracker.label(
-        call(0, [[0, 0, 1, 2, 3]], mask=[[0, 0, 1, 1, 1]], visible_BS=np.array([[0, 0, *visible[0]]])), None, registry
-    )
+    labelled = tracker.label(call(0, [[0, 0, 1, 2, 3]], mask=[[0, 0, 1, 1, 1]], visible_BS=np.array([[0, 0, *visible[0]]])), None, registry)
     assert labelled.visible_from_N.tolist()[2:] == expected
 
 

@@ -1,10 +1,10 @@
-"""The line, the class and the next step."""
+"""The one line."""
 
 from __future__ import annotations
 
 from tests.sides import Side
 from tracer.read.diff import diff_traces
-from tracer.read.findings import Class, DiffResult, Finding, FindingCode, Kind
+from tracer.read.findings import DiffResult
 from tracer.read.floor import Tolerance
 
 
@@ -21,11 +21,18 @@ def one_element() -> Side:
 
 
 def test_words_are_weak_without_a_floor_and_strong_with_one() -> None:
-    """Without a floor the line says that the divergence is bitwise only; above a given limit it does not."""
+    """Without a floor the line says that the divergence is bitwise only; with one it names both the first above it and the first
+    bitwise difference."""
     weak = compared(one_element()).headline
     assert weak.startswith("First divergence: layers.2.attn.out, request s0, token 5 (all earlier boundaries identical")
     assert "bitwise: no floor was given" in weak
-    assert "bitwise" not in compared(one_element(), tolerance=Tolerance(1e-9)).headline
+    strong = compared(one_element(), tolerance=Tolerance(1e-9)).headline
+    assert strong.endswith("above the tolerance; first bitwise here too)")
+    earlier = one_element()
+    earlier.change("layers.0.attn.q", "s0:1", by=1e-7)
+    strong = compared(earlier, tolerance=Tolerance(1e-6)).headline
+    assert strong.startswith("First divergence: layers.2.attn.out, request s0, token 5 (")
+    assert strong.endswith("above the tolerance; first bitwise at layers.0.attn.q, request s0, token 1)")
 
 
 def test_nothing_is_claimed_about_what_was_not_recorded() -> None:
@@ -53,6 +60,8 @@ def test_weights_that_are_partly_known() -> None:
     later = one_element()
     later.set_weight("lm_head.weight", 1)
     assert "inputs and the weights up to here identical" in compared(later).headline
+    later.set_weight("final_norm.weight", 0, unknown="repacked")
+    assert "the weights up to here identical as far as known (1 weight not)" in compared(later).headline
 
 
 def test_could_not_tell_names_the_first_reason_and_what_is_equal() -> None:
@@ -64,49 +73,3 @@ def test_could_not_tell_names_the_first_reason_and_what_is_equal() -> None:
     assert line == (
         "Could not tell: layers.1.mlp.out: missing on B: 0 executions (and 1 more finding of this kind); everything compared is identical"
     )
-
-
-def test_every_verdict_has_one_next_step() -> None:
-    """Whatever is found, there is one thing to do next; for the same there is none."""
-    weight, choice, noisy, missing, deep = Side(), Side(moe=True), Side(), Side(), one_element()
-    weight.set_weight("lm_head.weight", 1)
-    choice.values["layers.1.moe.topk_ids"].rows[3] = [0, 1] if choice.values["layers.1.moe.topk_ids"].rows[3][0] != 0 else [1, 2]
-    noisy.findings = [
-        Finding(code=FindingCode.REPEATS_DISAGREE, kind=Kind.DIFFERENCE, boundary="final_norm", text="executions 1 and 2 differ")
-    ]
-    missing.drop_rows("s1:4", boundary="layers.0.attn.q")
-    steps = {
-        "tracer weights": compared(weight),
-        "Pin the routing": compared(choice, Side(moe=True)),
-        "--floor self": compared(noisy),
-        "declare them never computed": compared(missing),
-        "--floor-a": compared(deep),
-        "Compare how the two sides compute layers.2.attn.out": compared(deep, tolerance=Tolerance(1e-9)),
-        "": compared(Side()),
-    }
-    for words, result in steps.items():
-        assert words in result.next_step
-        assert "\n" not in result.next_step
-        assert bool(result.next_step) is bool(words)
-
-
-def test_the_class_carries_its_evidence_and_what_is_not_proven() -> None:
-    """A value root without more evidence stays unlocalized, and what is missing for a class is listed."""
-    found = compared(one_element()).classification
-    assert found is not None
-    assert found.klass is Class.UNLOCALIZED
-    assert any("relative distance up to" in text for text in found.evidence)
-    assert "that this is more than noise: no floor was given" in found.not_proven
-    assert compared(Side()).classification is None
-
-
-def test_declared_quantization_is_not_taken_for_design() -> None:
-    """Other weights on a side that declares quantization are a weight mismatch, with what is not proven."""
-    b = Side()
-    b.conditions = {"mode": "eval", "quantization": {"bits": 8}}
-    b.set_weight("lm_head.weight", 1)
-    found = compared(b).classification
-    assert found is not None
-    assert found.klass is Class.WEIGHT
-    assert "that the quantization is as designed" in found.not_proven
-    assert any("declares quantization" in text for text in found.evidence)

@@ -182,9 +182,11 @@ def test_shards_add_up_to_the_whole(data: st.DataObject) -> None:
         if not held:
             continue
         both = ((spans, ()), ((), spans))[axis]
-        local = whole.index_select(axis, torch.tensor(held)) if dtype != torch.float8_e4m3fn else whole.float().index_select(
-            axis, torch.tensor(held)
-        ).to(dtype)
+        local = (
+            whole.index_select(axis, torch.tensor(held))
+            if dtype != torch.float8_e4m3fn
+            else whole.float().index_select(axis, torch.tensor(held)).to(dtype)
+        )
         taken = fingerprint_weights(Holder([HostParameter("w", local, tuple(whole.shape), both)]), rules())  # type: ignore[arg-type]
         weight = taken.weights[0]
         assert (weight.rows, weight.columns) == (rows, columns)

@@ -5,12 +5,16 @@ float32 on the CPU: hidden 1024, 8 layers, vocabulary 32768, 8 experts of 768 wi
 
 A prefill is timed twice: the forward alone, and ``with trace(...)`` as a whole (hooks on, forward, hooks off, commit),
 both without the weight fingerprint, which is taken once per trace and timed apart.
+
+Under ``torchrun --nproc-per-node 2 tools/bench_overhead.py --threads 1`` the model is cut by the library's tensor parallelism, and the
+first process prints what it saw. Hold it against one process with as many threads as there are processes.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shutil
 import statistics
 import tempfile
@@ -21,15 +25,15 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 import transformers
+from transformers.distributed import DistributedConfig
 
 from tracer import trace
 from tracer.format.schema import MANIFEST_NAME, Manifest, shard_name
 
-HEADER = (
-    "| case | plain ms | traced ms | forward | with commit | bytes per token and boundary |\n"
-    "|---|---|---|---|---|---|"
-)
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+HEADER = "| case | plain ms | traced ms | forward | with commit | bytes per token and boundary |\n|---|---|---|---|---|---|"
 
 
 def build_model() -> Any:
@@ -52,6 +56,33 @@ def build_model() -> Any:
     )
     model: Any = transformers.Qwen3MoeForCausalLM(config)
     return model.eval().requires_grad_(False)
+
+
+def cut_model(saved: Path) -> Any:
+    """The benchmark model under tensor parallelism over all processes; the first one saves it for them."""
+    if RANK == 0:
+        build_model().save_pretrained(saved)
+    dist.barrier()
+    layout: Any = DistributedConfig(tp_size=WORLD, tp_plan="auto")
+    model: Any = transformers.Qwen3MoeForCausalLM.from_pretrained(saved, distributed_config=layout, dtype=torch.float32)
+    return model.eval().requires_grad_(False)
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[Path]:
+    """One temporary folder for all processes."""
+    with tempfile.TemporaryDirectory() as own:
+        name = [own]
+        if WORLD > 1:
+            dist.broadcast_object_list(name)
+        yield Path(name[0])
+        meet()
+
+
+def meet() -> None:
+    """Wait for the other processes."""
+    if WORLD > 1:
+        dist.barrier()
 
 
 class Clock:
@@ -86,7 +117,9 @@ def bytes_per_cell(out: Path) -> float:
 @contextlib.contextmanager
 def tracing(model: Any, level: int, out: Path) -> Iterator[None]:
     """A trace without weights in ``out``, which is emptied first; says nothing."""
-    shutil.rmtree(out, ignore_errors=True)
+    if RANK == 0:
+        shutil.rmtree(out, ignore_errors=True)
+    meet()
     with contextlib.redirect_stderr(None), contextlib.redirect_stdout(None), trace(model, out=out, level=level, weights=False, strict=True):
         yield
 
@@ -108,13 +141,17 @@ def measure(name: str, model: Any, run: Callable[[], None], level: int, rounds: 
     clock = Clock(cpu)
     run()
     for _ in range(rounds):
+        meet()
         with clock.time("plain"):
             run()
         with clock.time("whole"), tracing(model, level, out), clock.time("traced"):
             run()
     plain, traced, whole = (clock.median_ms(key) for key in ("plain", "traced", "whole"))
     times = f"{plain:.0f} | {traced:.0f} | {traced / plain:.2f} | {whole / plain:.2f}"
-    return f"| {name}, level {level} | {times} | {bytes_per_cell(out):.0f} |"
+    meet()
+    row = f"| {name}, level {level} | {times} | {bytes_per_cell(out):.0f} |"
+    meet()
+    return row
 
 
 def main() -> None:
@@ -128,19 +165,24 @@ def main() -> None:
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
+    if WORLD > 1:
+        dist.init_process_group("gloo")
+    say = print if RANK == 0 else lambda *ignored, **more: None
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     clock = "processor time" if options.cpu else "wall clock"
-    print(f"{versions}, {torch.get_num_threads()} threads, {options.rounds} rounds, {clock}\n")
-    print(HEADER)
-    model = build_model()
-    with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "trace"
+    say(f"{versions}, {WORLD} processes, {torch.get_num_threads()} threads each, {options.rounds} rounds, {clock}\n")
+    say(HEADER)
+    with shared_folder() as folder, torch.no_grad():
+        out = folder / "trace"
+        model = build_model() if WORLD == 1 else cut_model(folder / "model")
         cases = [(f"prefill of {options.tokens}", prefill(model, options.tokens), options.rounds)]
         if options.steps:
             cases.append((f"64 + {options.steps} decode steps", decode(model, 64, options.steps), max(3, options.rounds // 3)))
         for name, run, rounds in cases:
             for level in options.levels:
-                print(measure(name, model, run, level, rounds, out, options.cpu), flush=True)
+                say(measure(name, model, run, level, rounds, out, options.cpu), flush=True)
+        if WORLD > 1:
+            return
         shutil.rmtree(out)
         start = time.perf_counter()
         with contextlib.redirect_stderr(None), contextlib.redirect_stdout(None), trace(model, out=out, level=0, strict=True):

@@ -67,19 +67,26 @@ def enum_table(node: ast.ClassDef) -> list[str]:
     return lines
 
 
+def is_on_disk(node: ast.ClassDef) -> bool:
+    """Whether a class is a JSON object or a value in one."""
+    return node.name != "Record" and any(ast.unparse(base) in ("Record", "Enum") for base in node.bases)
+
+
 def page() -> str:
     """The whole page."""
     schema = parsed("schema.py")
     overview, _, history = documentation(schema).partition("\nHistory\n")
     storage = documentation(parsed("store.py")).partition("\n\n")[2].partition("\n\nSuffixes")[0]
     lines = [INTRO, overview.strip(), "", "## Files of columns", "", documentation(parsed("container.py"))]
+    lines += ["", "## Dumps", "", documentation(parsed("dumps.py"))]
     lines += ["", "## Crashes", "", storage.replace("What a shard survives\n", "What a shard survives:\n\n", 1)]
     lines += ["", "## What readers refuse", "", documentation(parsed("store_read.py")).partition("Refused:\n")[2].strip()]
     lines += ["", "## JSON objects", "", "Unknown keys are refused; keys with their default value are left out."]
-    for node in schema.body:
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-            is_enum = any(ast.unparse(base) == "Enum" for base in node.bases)
-            lines += ["", f"### {node.name}", "", documentation(node), "", *(enum_table(node) if is_enum else struct_table(node))]
+    dumps = parsed("dumps.py")
+    structs = [node for node in (*schema.body, *dumps.body) if isinstance(node, ast.ClassDef) and is_on_disk(node)]
+    for node in structs:
+        is_enum = any(ast.unparse(base) == "Enum" for base in node.bases)
+        lines += ["", f"### {node.name}", "", documentation(node), "", *(enum_table(node) if is_enum else struct_table(node))]
     lines += ["", "## History", "", "| format | what changed |", "|---|---|"]
     lines += ["| {} | {} |".format(*line.split(maxsplit=1)) for line in history.strip().splitlines()]
     return "\n".join(lines) + "\n"

@@ -7,6 +7,7 @@ TracerError                 anything that goes wrong on purpose; carries a stabl
 ├── HostError               no host claims the model, or the host refuses it
 ├── CaptureError            recording failed (with strict=True, raised out of the traced run)
 ├── TraceFormatError        a trace on disk is torn, altered, foreign or unreadable
+├── SessionError            a step of a session failed, so that there is no answer yet
 └── InternalError           our own bug; never the user's fault
 ```
 
@@ -24,6 +25,7 @@ __all__ = [
     "HostError",
     "InternalError",
     "MapError",
+    "SessionError",
     "TraceFormatError",
     "TracerError",
     "UsageError",
@@ -37,6 +39,14 @@ class Code(str, Enum):
     BAD_ARGUMENT = "bad-argument"
     OUT_IN_USE = "out-in-use"
     NOT_A_TRACE = "not-a-trace"
+    NOT_A_RESULT = "not-a-result"
+    EXTRA_MISSING = "extra-missing"
+    # sessions
+    NOT_A_SESSION = "not-a-session"
+    SESSION_BUSY = "session-busy"
+    SESSION_DAMAGED = "session-damaged"
+    CONTROLS_INVALID = "controls-invalid"
+    SESSION_STOPPED = "session-stopped"
     # maps
     MAP_UNKNOWN = "map-unknown"
     MAP_INVALID = "map-invalid"
@@ -51,6 +61,7 @@ class Code(str, Enum):
     LEAF_NOT_TENSOR = "leaf-not-tensor"
     CAPTURE_FAILED = "capture-failed"
     WRITE_FAILED = "write-failed"
+    INTERVENTION_REFUSED = "intervention-refused"
     # traces
     FORMAT_UNSUPPORTED = "format-unsupported"
     MANIFEST_INVALID = "manifest-invalid"
@@ -118,6 +129,10 @@ class CaptureError(TracerError):
 
 class TraceFormatError(TracerError):
     """A trace on disk is torn, altered, foreign or unreadable."""
+
+
+class SessionError(TracerError):
+    """A step of a session failed, so that there is no answer yet."""
 
 
 class InternalError(TracerError):

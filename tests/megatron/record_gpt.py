@@ -1,6 +1,6 @@
-"""torchrun script: record tiny Megatron models under the layouts that its one argument, a JSON list, describes.
+"""Records tiny Megatron models under the layouts that its one argument describes: a JSON object of lists, by size of the world.
 
-Keys of an object: ``out``; ``gpt``: arguments of ``make_gpt``; ``weights``: of ``random_hf_weights``; ``load``: of ``load_hf``;
+Keys of a layout: ``out``; ``gpt``: arguments of ``make_gpt``; ``weights``: of ``random_hf_weights``; ``load``: of ``load_hf``;
 ``trace``: of ``trace``; ``vocabulary``: of the host; ``data``: data-parallel ranks whose batches one process runs, one forward
 each; ``wrap``: put Megatron's own wrapper around the model; ``train``: with gradients, and a backward pass; ``scores``: record
 log probabilities by hand, from the model's own ``loss`` or from the ``shard`` of the logits alone.
@@ -19,6 +19,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.megatron.cpu_megatron import run_on_cpu
+from tests.ranks import run_world
 
 run_on_cpu()
 
@@ -94,13 +95,20 @@ def wrapped(model: Any) -> Any:
     return DistributedDataParallel(model.config, DistributedDataParallelConfig(), inner)
 
 
-def main() -> None:
+def record_all(layouts: list[dict[str, Any]]) -> None:
+    """In one process of a world."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for given in json.loads(sys.argv[1]):
+    for given in layouts:
         record(given)
         dist.barrier()
     dist.destroy_process_group()
+
+
+def main() -> None:
+    for size, layouts in json.loads(sys.argv[1]).items():
+        if any(run_world(int(size), lambda: record_all(layouts))):  # noqa: B023
+            sys.exit(f"a process of the world of {size} failed")
 
 
 if __name__ == "__main__":

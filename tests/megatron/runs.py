@@ -1,15 +1,16 @@
-"""Traces of tiny Megatron models under every layout, recorded once per test session by a few torchrun calls."""
+"""Traces of tiny Megatron models under every layout, recorded once per test session."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FOUR", "ONE", "TWO", "record_all", "torchrun"]
+from tests.ranks import environment
+
+__all__ = ["ROOT", "record_all"]
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = Path(__file__).resolve().parent / "record_gpt.py"
@@ -64,19 +65,14 @@ FOUR: dict[str, dict[str, Any]] = {
 }
 
 
-def torchrun(processes: int, script: Path, *arguments: str) -> str:
-    """What a script prints under torchrun, standard error included. A failure is an assertion with the end of it."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), str(script), *arguments]
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, check=False, timeout=560
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    return done.stdout
-
-
 def record_all(folder: Path) -> Path:
-    """Record every case into ``folder``, under its name."""
-    for processes, cases in ((1, ONE), (2, TWO), (4, FOUR)):
-        torchrun(processes, SCRIPT, json.dumps([{**case, "out": str(folder / name)} for name, case in cases.items()]))
+    """Record every case into ``folder``, under its name. A failure is an assertion with the end of what was printed."""
+    layouts = {
+        size: [{**case, "out": str(folder / name)} for name, case in cases.items()] for size, cases in ((1, ONE), (2, TWO), (4, FOUR))
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(SCRIPT), json.dumps(layouts)],
+        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=560, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]
     return folder

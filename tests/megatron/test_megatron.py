@@ -247,10 +247,14 @@ def test_shifted_experts_are_named_by_their_weights(runs: Path) -> None:
 # ---------------------------------------------------------------------------------------------------- scores
 
 
-def test_scores_of_sharded_logits_are_not_guessed(runs: Path) -> None:
-    """Where no process has all columns, log probabilities are not observable, with the reason."""
-    scores = next(boundary for boundary in open_trace(runs / "tp2").catalogue if boundary.name == "scorer.logprobs")
-    assert (scores.status, scores.reason) == (BoundaryStatus.NOT_OBSERVABLE, "columns are sharded")
+@pytest.mark.parametrize("cut", ["tp2", "padded_tp2", "padding_only", "groups_tp4"])
+def test_scores_of_sharded_logits_have_the_whole_normaliser(runs: Path, cut: str) -> None:
+    """Where no process has all columns, also where one has nothing but padding, their shares make the scores of one process."""
+    result = diff_traces(runs / ("groups1" if cut == "groups_tp4" else "dense1"), runs / cut)
+    scores = next(entry for entry in result.boundaries if entry.name == "scorer.logprobs")
+    assert (scores.rows_compared, scores.dtype_b) == (22, "float32")
+    assert scores.distance is None or (scores.distance.largest or 0) < 1e-6
+    assert decisive(result) == set()
 
 
 def test_scores_recorded_from_the_models_loss(runs: Path) -> None:

@@ -5,17 +5,20 @@ Nothing here skips: without vLLM the tests fail, and `make test-vllm` decides wh
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.vllm.engines import ENVIRONMENT, SETTINGS, write_checkpoint
+import tracer
+from tests.vllm.engines import ENVIRONMENT, SETTINGS, Trainer, generate, whole, write_checkpoint
 
 os.environ.update(ENVIRONMENT)
 
 Build = Callable[..., Any]
+Checkpoint = Callable[[str, str], Path]
+Pair = Callable[..., tuple[Path, Path]]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """``checkpoint(family, dtype)``: folder of a tiny one."""
     made: dict[tuple[str, str], Path] = {}
 
@@ -40,19 +43,43 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str],
 
 
 @pytest.fixture(scope="session")
-def engine(checkpoint: Callable[[str, str], Path]) -> Build:
+def engine(checkpoint: Checkpoint) -> Build:
     """``engine(family, dtype, **settings)``: an ``LLM`` built with ``tracer.vllm_options()``."""
     from vllm import LLM
-
-    import tracer
 
     built: dict[Any, Any] = {}
 
     def build(family: str = "Qwen3Moe", dtype: str = "float32", **settings: Any) -> Any:
         key = (family, dtype, tuple(sorted(settings.items())))
         if key not in built:
-            given = {"max_num_batched_tokens": 256, "enable_prefix_caching": False, **SETTINGS, **settings}
-            built[key] = LLM(**tracer.vllm_options(), model=str(checkpoint(family, dtype)), dtype=dtype, **given)
+            given = {**tracer.vllm_options(), **SETTINGS, **settings}
+            built[key] = LLM(model=str(checkpoint(family, dtype)), dtype=dtype, **given)
         return built[key]
 
     return build
+
+
+@pytest.fixture(scope="session")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    """transformers, in a process of its own."""
+    made = Trainer(tmp_path_factory.mktemp("trainer") / "log")
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="session")
+def pair(trainer: Trainer, engine: Build, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """``pair(family, dtype, *faults)``: traces of trainer and rollout on the same tokens, everything recorded."""
+    rollouts: dict[tuple[str, str], tuple[Path, list[list[int]]]] = {}
+
+    def record(family: str, dtype: str, *faults: str) -> tuple[Path, Path]:
+        folder = tmp_path_factory.mktemp("pair")
+        if (family, dtype) not in rollouts:
+            llm = engine(family, dtype)
+            with tracer.trace(llm, out=folder / "rollout", level=2, weights="rows", strict=True):
+                outputs = generate(llm, prompt_logprobs=1)
+            rollouts[family, dtype] = folder / "rollout", whole(outputs)
+        rollout, tokens = rollouts[family, dtype]
+        return trainer.trace(checkpoint(family, dtype), dtype, tokens, folder / "trainer", *faults), rollout
+
+    return record

@@ -16,7 +16,15 @@ import tracer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPTS = [list(range(5 + 3 * n, 5 + 3 * n + length)) for n, length in enumerate((7, 13, 4))]
-SETTINGS = {"skip_tokenizer_init": True, "max_model_len": 256, "max_num_seqs": 8, "seed": 0}
+SETTINGS = {
+    "skip_tokenizer_init": True,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 8,
+    "num_gpu_blocks_override": 64,  # of the cache; small engines start faster, and many fit in one process
+    "enable_prefix_caching": False,
+    "seed": 0,
+}
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -24,6 +32,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TORCHDYNAMO_DISABLE": "1",  # eager engines need no compiler for their small helpers
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
 }
@@ -47,6 +56,9 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Gemma2": {"query_pre_attn_scalar": 32, "sliding_window": 128, "layer_types": ["full_attention", "full_attention"]},
 }
+
+
+FAMILIES = tuple(_OF_FAMILY)
 
 
 def write_checkpoint(folder: Path, family: str, dtype: str) -> Path:
@@ -91,10 +103,34 @@ def logprobs(outputs: Sequence[Any]) -> list[list[float]]:
     ]
 
 
-def trace_trainer(checkpoint: Path, dtype: str, tokens: Sequence[Sequence[int]], out: Path, *more: str) -> Path:
-    """Trace transformers on the same tokens, in another process: the engine changes torch's settings in its own."""
-    run_script("trainer.py", str(checkpoint), dtype, json.dumps(list(tokens)), str(out), *more)
-    return out
+class Trainer:
+    """transformers in another process, one for all pairs; it starts while the engine does."""
+
+    def __init__(self, log: Path) -> None:
+        """``log``: file for what the process says."""
+        self._log = log
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.vllm.trainer"],
+                cwd=ROOT,
+                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+
+    def trace(self, checkpoint: Path, dtype: str, tokens: Sequence[Sequence[int]], out: Path, *faults: str) -> Path:
+        """Trace transformers on these tokens into ``out``."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        job = {"checkpoint": str(checkpoint), "dtype": dtype, "tokens": list(tokens), "out": str(out), "faults": faults}
+        print(json.dumps(job), file=self._process.stdin, flush=True)
+        assert self._process.stdout.readline() == "done\n", self._log.read_text()[-6000:]
+        return out
+
+    def stop(self) -> None:
+        self._process.communicate(timeout=60)
 
 
 def run_script(name: str, *arguments: str, **environment: str) -> str:

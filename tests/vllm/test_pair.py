@@ -2,62 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import tracer
-from tests.vllm.conftest import Build
-from tests.vllm.engines import generate, statuses, trace_trainer, whole
+from tests.vllm.conftest import Build, Pair
+from tests.vllm.engines import FAMILIES, generate, statuses
+from tracer.read.weight_report import WeightState, diff_weights
 
-Checkpoint = Callable[[str, str], Path]
+pytestmark = pytest.mark.xdist_group("engine")  # one process, so that the engines are built once
 
-
-def pair(engine: Build, checkpoint: Checkpoint, family: str, dtype: str, folder: Path, *faults: str) -> tuple[Path, Path]:
-    """(trainer, rollout) traces."""
-    llm = engine(family, dtype)
-    with tracer.trace(llm, out=folder / "rollout", level=2, strict=True):
-        outputs = generate(llm, prompt_logprobs=1)
-    assert statuses(folder / "rollout", "vacuous") == set()
-    return trace_trainer(checkpoint(family, dtype), dtype, whole(outputs), folder / "trainer", *faults), folder / "rollout"
+ROUNDING = {"float32": 1e-4, "bfloat16": 0.1}
+"""Relative distances that rounding alone does not reach in two layers."""
+FIRST = {"float32": "layers.0.attn.core", "bfloat16": "layers.0.attn.q_rope"}
+"""Where rounding shows first: the order of sums over keys; products of the rotary embedding rounded one by one, or once."""
 
 
-@pytest.mark.parametrize(("dtype", "first"), [("float32", "layers.0.attn.core"), ("bfloat16", "layers.0.attn.q_rope")])
-def test_first_difference_of_a_mixture(engine: Build, checkpoint: Checkpoint, tmp_path: Path, dtype: str, first: str) -> None:
-    """In float32 the first bitwise difference is the attention core, in bfloat16 the rotary embedding: everything before is
-    identical, weights too, those included that the engine repacked when loading."""
-    trainer, rollout = pair(engine, checkpoint, "Qwen3Moe", dtype, tmp_path)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_rounding_parts_the_two(pair: Pair, family: str, dtype: str) -> None:
+    """Everything is recorded, weights are equal (those too that the engine repacked when loading), everything before the first
+    rounding is bitwise identical, and nothing is larger than rounding; without a tolerance the words are the weaker ones."""
+    trainer, rollout = pair(family, dtype)
+    assert statuses(rollout, "vacuous") == set()
     result = tracer.diff_traces(trainer, rollout)
     assert result.exit == 1
     assert result.first is not None
-    assert result.first.boundary == first
+    assert result.first.boundary == FIRST[dtype]
     assert result.headline.startswith("First divergence: ")
     assert "bitwise: no floor was given" in result.headline
     assert not [finding for finding in result.findings if finding.code in ("weight-differs", "weight-unknown")]
+    within = tracer.diff_traces(trainer, rollout, tolerance=tracer.Tolerance(relative=ROUNDING[dtype]))
+    assert within.exit == 0, within.headline
+    assert within.headline.startswith("Same on 33 of 36 rows")
+    assert "3 never computed by B: last sampled token" in within.headline
 
 
-def test_a_floor_tells_rounding_from_more(engine: Build, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """With a healthy pair of the same kind as the tolerance nothing is above it; without one the words are the weaker ones."""
-    trainer, rollout = pair(engine, checkpoint, "Qwen3Moe", "float32", tmp_path)
-    assert tracer.diff_traces(trainer, rollout).exit == 1
-    assert tracer.diff_traces(trainer, rollout, tolerance=tracer.Tolerance(relative=1e-4)).exit == 0
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_stale_expert_is_found(pair: Pair, dtype: str) -> None:
+    """A weight update that the engine has not got is named by its expert and rows, although the engine repacked it; beyond
+    rounding it is the first divergence, and without a tolerance the line says up to where the weights are equal."""
+    trainer, rollout = pair("Qwen3Moe", dtype, "stale-expert")
+    name = "layers.1.moe.experts.5.down.weight"
+    differing = [line for line in diff_weights(trainer, rollout).weights if line.state is WeightState.DIFFERS]
+    assert [(line.name, line.rows_differing, line.rows) for line in differing] == [(name, 128, 128)]
+    bitwise = tracer.diff_traces(trainer, rollout)
+    assert [finding.boundary for finding in bitwise.findings if finding.code == "weight-differs"] == [name]
+    assert "the weights up to here identical as far as known" in bitwise.headline
+    beyond = tracer.diff_traces(trainer, rollout, tolerance=tracer.Tolerance(relative=ROUNDING[dtype]))
+    assert beyond.exit == 1
+    assert beyond.headline.startswith(f"First divergence: weight {name} (1 of ")
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Llama", "Mixtral", "Gemma2"])
-def test_other_families(engine: Build, checkpoint: Checkpoint, tmp_path: Path, family: str) -> None:
-    """Every family with bindings for both hosts records all its boundaries, finds equal weights, and agrees up to rounding."""
-    trainer, rollout = pair(engine, checkpoint, family, "float32", tmp_path)
-    result = tracer.diff_traces(trainer, rollout, tolerance=tracer.Tolerance(relative=1e-4))
-    assert result.exit == 0, result.headline
-    assert not [finding for finding in result.findings if finding.code in ("weight-differs", "weight-unknown")]
+def test_a_weight_exchanged_after_repacking_is_unknown(pair: Pair, engine: Build, tmp_path: Path) -> None:
+    """A repacked weight that the running engine exchanges is unknown, never equal; with its bytes back it is known again."""
+    trainer, _ = pair("Qwen3Moe", "bfloat16")
+    llm = engine("Qwen3Moe", "bfloat16")
+    (experts,) = llm.apply_model(lambda model: model.model.layers[1].mlp.experts.routed_experts.w2_weight)
+    name = "layers.1.moe.experts.5.down.weight"
+    for factor, state in ((2.0, WeightState.UNKNOWN), (0.5, WeightState.IDENTICAL)):
+        with torch.no_grad():
+            experts.mul_(factor)
+        with tracer.trace(llm, out=tmp_path / state.value, level=0, strict=True):
+            generate(llm)
+        result = diff_weights(trainer, tmp_path / state.value)
+        assert {line.state for line in result.weights if line.name == name} == {state}
+        assert result.exit == (2 if state is WeightState.UNKNOWN else 0)
 
 
-def test_a_stale_expert_is_found(engine: Build, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """A weight update that the engine has not got is named by its expert, although the engine repacked it."""
-    trainer, rollout = pair(engine, checkpoint, "Qwen3Moe", "float32", tmp_path, "stale-expert")
-    result = tracer.diff_traces(trainer, rollout)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_wrong_scale_is_found(pair: Pair, dtype: str) -> None:
+    """A softmax scale that is wrong in one layer is the first difference beyond rounding, with equal weights, and the
+    conditions name it."""
+    tolerance = tracer.Tolerance(relative=ROUNDING[dtype])
+    result = tracer.diff_traces(*pair("Qwen3Moe", dtype, "scale"), tolerance=tolerance)
     assert result.exit == 1
-    stale = [f"{finding.boundary} {finding.text}" for finding in result.findings if finding.code == "weight-differs"]
-    assert len(stale) == 1
-    assert "layers.1.moe.experts.5.down.weight" in stale[0]
+    assert result.first is not None
+    assert result.first.boundary == "layers.1.attn.core"
+    assert not [finding for finding in result.findings if finding.code == "weight-differs"]
+    assert " in 1" in result.conditions["model.attributes.model.layers.*.self_attn.scaling"]["a"]

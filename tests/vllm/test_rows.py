@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,9 +12,21 @@ from hypothesis import strategies as st
 import tracer
 from tests.vllm.conftest import Build
 from tests.vllm.engines import PROMPTS, generate, keys, logprobs, statuses, whole
+from tracer.read.findings import Kind
+
+pytestmark = pytest.mark.xdist_group("engine")  # one process, so that the engines are built once
 
 WATCHED = 3
 """Requests of ``PROMPTS``."""
+
+
+def installed(runner: Any) -> bool:
+    """Whether anything of the tracer is on the model, its routers or its runner."""
+    modules = list(runner.get_model().modules())
+    methods = {"_dummy_run", "execute_model"} & vars(runner).keys()
+    routers = [module.router for module in modules if "router" in vars(module)]
+    hooks = any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+    return hooks or bool(methods) or any("_select_experts" in vars(router) for router in routers)
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +44,7 @@ def test_tracing_changes_nothing(engine: Build, tmp_path: Path) -> None:
     with tracer.trace(engine(), out=tmp_path / "t", level=2, strict=True):
         traced = generate(engine())
     assert (whole(traced), logprobs(traced)) == (whole(plain), logprobs(plain))
-    model = engine().apply_model(lambda module: module)[0]
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    runner = engine().llm_engine.model_executor.driver_worker.worker.model_runner
-    assert "_dummy_run" not in vars(runner)
+    assert not installed(engine().llm_engine.model_executor.driver_worker.worker.model_runner)
 
 
 def test_every_row_has_its_key(engine: Build, base: Path) -> None:
@@ -80,14 +90,27 @@ def test_logits_not_asked_for_are_declared(engine: Build, base: Path, tmp_path: 
     assert statuses(tmp_path / "t", "vacuous") == set()
 
 
-def test_scores_are_the_engines_own(engine: Build, tmp_path: Path) -> None:
-    """scorer.logprobs has a row per sampled token, the last one too."""
+def test_scores_are_the_engines_own(engine: Build, base: Path, tmp_path: Path) -> None:
+    """scorer.logprobs has a row per token that was scored, the last sampled one too, with the value that the engine reports."""
     with tracer.trace(engine(), out=tmp_path / "t", level=1, strict=True):
-        generate(engine(), prompt_logprobs=1)
-    manifest = (tmp_path / "t" / "shard-00000" / "manifest.json").read_text()
-    assert "scorer.logprobs" in manifest
-    rows = tracer.open_trace(tmp_path / "t").boundaries["scorer.logprobs"].info.row_count
-    assert rows == sum(len(prompt) + 4 - 1 for prompt in PROMPTS)
+        outputs = generate(engine(), prompt_logprobs=1)
+    reported = {
+        (*prompt[: n + 1],): step[prompt[n]].logprob
+        for output, prompt in zip(outputs, whole(outputs), strict=True)
+        for n, step in enumerate([*output.prompt_logprobs, *output.outputs[0].logprobs])
+        if n
+    }
+    assert len(reported) == sum(len(prompt) + 4 - 1 for prompt in PROMPTS)
+    logical = tracer.open_trace(tmp_path / "t")
+    scores, tokens = logical.boundaries["scorer.logprobs"], logical.tokens
+    statistics = scores.load_statistics()
+    assert statistics is not None
+    recorded = {}
+    for row, token in enumerate(scores.token_R.tolist()):  # of the token after the row
+        ids = logical.sequences[tokens.sequence_K[token]].ids[: tokens.position_K[token] + 1]
+        recorded[tuple(ids.tolist())] = -float(statistics.abs_max_R[row])
+    assert recorded == pytest.approx(reported, abs=1e-5)
+    assert all(finding.kind is not Kind.DIFFERENCE for finding in tracer.diff_traces(base, tmp_path / "t").findings)
 
 
 def test_prefix_cache_hits_are_declared(engine: Build, tmp_path: Path) -> None:
@@ -135,6 +158,24 @@ def test_dummy_runs_are_left_out(engine: Build, base: Path, tmp_path: Path) -> N
         worker.execute_dummy_batch()
     assert tracer.diff_traces(base, tmp_path / "t").exit == 0
     assert "dummy, warm-up or profiling run of the engine" in (tmp_path / "t/shard-00000/manifest.json").read_text()
+
+
+def test_a_running_engine_is_traced_for_n_steps(engine: Build, base: Path, tmp_path: Path) -> None:
+    """Tracing that is switched on by remote call takes its hooks off before the step after the last one asked for, while the
+    engine goes on; nothing is installed before, and nothing after."""
+    llm = engine()
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    assert not installed(runner)
+    llm.collective_rpc("tracer_start", kwargs={"out": str(tmp_path / "t"), "level": 2, "steps": 2})
+    assert installed(runner)
+    outputs = generate(llm, prompt_logprobs=1)
+    assert not installed(runner)
+    assert len(outputs[0].outputs[0].token_ids) == 4
+    assert llm.collective_rpc("tracer_stop") == [{"out": str(tmp_path / "t"), "forwards": 2, "incomplete": ""}]
+    assert keys(tmp_path / "t") < keys(base)
+    assert len(keys(tmp_path / "t")) == sum(len(prompt) + 1 for prompt in PROMPTS)
+    with pytest.raises(tracer.TracerError, match="not recording"):
+        llm.collective_rpc("tracer_stop")
 
 
 def test_a_loaded_module_is_enough(engine: Build, base: Path, tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""The trainer's side: transformers on given tokens, traced. Arguments: CHECKPOINT DTYPE TOKENS(json) OUT [expert-scale]."""
+"""The trainer's side, a process of its own: the engine changes torch's settings in its process.
+
+Every line of standard input is a job, every line of standard output says that one is done.
+"""
 
 import json
 import sys
@@ -11,17 +14,24 @@ import tracer
 
 
 def main() -> None:
-    checkpoint, dtype, tokens, out, *faults = sys.argv[1:]
+    for line in sys.stdin:
+        record(**json.loads(line))
+        print("done", flush=True)
+
+
+def record(checkpoint: str, dtype: str, tokens: list[list[int]], out: str, faults: list[str]) -> None:
+    """Trace transformers on given tokens, everything, faults planted before."""
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype), attn_implementation="eager")
     model.eval()
     with torch.no_grad():
         if "stale-expert" in faults:  # a weight update that the rollout engine has not got
             model.model.layers[1].mlp.experts.down_proj[5].mul_(1.01)
-        if "scale" in faults:
-            model.model.layers[1].post_attention_layernorm.weight.mul_(1.25)
-        with tracer.trace(model, out=out, level=2, strict=True):
-            for sequence in json.loads(tokens):
+        if "scale" in faults:  # no weight, no buffer: a number in the code
+            model.model.layers[1].self_attn.scaling *= 1.25
+        with tracer.trace(model, out=out, level=2, weights="rows", strict=True):
+            for sequence in tokens:
                 model(input_ids=torch.tensor([sequence]), use_cache=False)
 
 
-main()
+if __name__ == "__main__":
+    main()

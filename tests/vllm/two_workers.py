@@ -1,4 +1,4 @@
-"""Tensor parallelism over two workers. Arguments: CHECKPOINT FOLDER."""
+"""Tensor parallelism over two workers, the engine core in a third process. Arguments: CHECKPOINT FOLDER."""
 
 import sys
 from pathlib import Path
@@ -11,10 +11,7 @@ def main() -> None:
     from vllm import LLM
 
     checkpoint, folder = sys.argv[1], Path(sys.argv[2])
-    llm = LLM(
-        **tracer.vllm_options(), model=checkpoint, dtype="float32", tensor_parallel_size=2, max_num_batched_tokens=256,
-        enable_prefix_caching=False, **SETTINGS,
-    )  # fmt: skip
+    llm = LLM(**tracer.vllm_options(), model=checkpoint, dtype="float32", tensor_parallel_size=2, **SETTINGS)
     with tracer.trace(llm, out=folder / "two", level=2, strict=True) as t:
         t.requests(["0", "1", "2"])
         generate(llm, prompt_logprobs=1)

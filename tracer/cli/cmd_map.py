@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
-from tracer.errors import Code, HostError, UsageError
+from tracer.errors import Code, HostError, MapError, UsageError
 from tracer.format.schema import BoundaryStatus
 from tracer.hosts import HOST_NAMES
 from tracer.record.boundaries import Plan, resolve
-from tracer.record.boundary_maps import load_boundary_map, map_for_root_class, map_names
+from tracer.record.boundary_maps import load_boundary_map, map_for_root_class, map_names, require_served
 from tracer.record.map_entries import Binding, BoundaryMap
 
 __all__ = ["app"]
@@ -64,7 +64,8 @@ def check(
     config: Annotated[Path, typer.Option("--config", help="The model's config.json, or a folder with one.")],
     host: _Host = "",
 ) -> None:
-    """Resolve a map against a model built from its config, without weights. Exit 0 if every boundary resolved, else 2."""
+    """Resolve a map against a model built from its config, without weights. Exit 0 if every boundary resolved and the map
+    serves the model's class, else 2."""
     wanted = host or (_building_host() if name == "auto" else "")
     found = None if name == "auto" else load_boundary_map(name)
     wanted = _host_of(found, wanted) if found else wanted
@@ -72,9 +73,15 @@ def check(
     found = found or map_for_root_class(modules[""], wanted)
     plan = resolve(found, wanted, modules, level=2)
     typer.echo(f"map {found.family}, host {wanted}, model {modules['']}")
+    foreign: MapError | None = None
+    try:
+        require_served(found, wanted, modules[""])
+    except MapError as error:
+        foreign = error
+        typer.echo(error.text())
     _echo_reasons(plan)
     typer.echo(plan.summary)
-    raise typer.Exit(2 if plan.unresolved else 0)
+    raise typer.Exit(2 if plan.unresolved or foreign else 0)
 
 
 @app.command()

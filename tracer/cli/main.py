@@ -39,6 +39,9 @@ COMMANDS = {
     "verify": Command("tracer.cli.cmd_verify", "verify", "Check every file, checksum and count of a trace."),
     "weights": Command("tracer.cli.cmd_weights", "weights", "Compare the weights of two traces by name."),
     "siblings": Command("tracer.cli.cmd_siblings", "siblings", "Check one trace against itself: do equal prefixes give equal values?"),
+    "bisect": Command("tracer.cli.cmd_bisect", "app", "Narrow a divergence down step by step, to its bytes.", group=True),
+    "controls": Command("tracer.cli.cmd_controls", "app", "Run variants of a command: which setting moves which boundary?", group=True),
+    "report": Command("tracer.cli.cmd_report", "report", "Turn the JSON of a comparison into a page."),
     "map": Command("tracer.cli.cmd_map", "app", "Boundary maps: list, show, and check one against a model's config.", group=True),
 }
 

@@ -31,9 +31,13 @@ __all__ = [
     "WEIGHT_COLUMNS",
     "Column",
     "ColumnFile",
+    "Entries",
+    "Entry",
     "Written",
     "check_format",
     "checksum",
+    "invalid_file",
+    "read_entries",
     "sync_folder",
     "write_columns",
     "write_in_one_step",
@@ -50,6 +54,9 @@ _MAPS_AT_MOST = 256
 _MAX_HEADER_BYTES = 1 << 30
 
 
+_STORED = {"BF16": "<u2", "F8_E4M3": "<u1", "F8_E5M2": "<u1", "F8_E8M0": "<u1", "BOOL": "<u1"}
+
+
 @dataclass(frozen=True)
 class Column:
     """One tensor of a file. ``code``: safetensors dtype. ``inner``: size of the second axis, 0 for 1-D."""
@@ -60,8 +67,8 @@ class Column:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Little-endian numpy dtype."""
-        return np.dtype(f"<{self.code[0].lower()}{int(self.code[1:]) // 8}")
+        """Little-endian numpy dtype; unsigned integers of that size where numpy has none."""
+        return np.dtype(_STORED.get(self.code) or f"<{self.code[0].lower()}{int(self.code[1:]) // 8}")
 
     @property
     def line_bytes(self) -> int:
@@ -161,7 +168,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_columns(
-    path: Path, header: SegmentHeader, columns: Sequence[Column], lines: Mapping[str, int], parts: Mapping[str, Iterable[Array]]
+    path: Path, header: msgspec.Struct, columns: Sequence[Column], lines: Mapping[str, int], parts: Mapping[str, Iterable[Array]]
 ) -> Written:
     """Write a file of columns in one step.
 
@@ -247,10 +254,57 @@ def check_format(raw: bytes | str, path: Path, code: Code) -> None:
         )
 
 
-class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+class Entry(msgspec.Struct, forbid_unknown_fields=True):
+    """One tensor as a safetensors header lists it."""
+
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The header of a file: its tensors, what tracer says about them (JSON of a known format), and where the data starts."""
+
+    entries: Mapping[str, Entry]
+    metadata: str
+    start: int
+    size_bytes: int
+
+
+def read_entries(path: Path) -> Entries:
+    """Read a file's header. Raises ``TraceFormatError``: segment-invalid where it is torn, no safetensors file or not tracer's;
+    format-unsupported."""
+    try:
+        with open(path, "rb") as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size_bytes < 8 or length > min(size_bytes - 8, _MAX_HEADER_BYTES):
+                raise invalid_file(
+                    path, "torn, its header is not whole", expected=f"{length + 8} bytes or more", found=f"{size_bytes} bytes"
+                )
+            text = file.read(length)
+    except OSError as error:
+        raise invalid_file(path, "cannot be read", found=error.strerror or str(error)) from error
+    try:
+        raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
+        entries = {name: msgspec.json.decode(entry, type=Entry) for name, entry in raw.items()}
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid_file(path, "no safetensors header", found=str(error)) from error
+    if SEGMENT_METADATA_KEY not in metadata:
+        raise invalid_file(
+            path, "not written by tracer", expected=f"metadata key {SEGMENT_METADATA_KEY}", found=", ".join(metadata) or "none"
+        )
+    check_format(metadata[SEGMENT_METADATA_KEY], path, Code.SEGMENT_INVALID)
+    return Entries(entries, metadata[SEGMENT_METADATA_KEY], 8 + length, size_bytes)
+
+
+def invalid_file(path: Path, what: str, *, expected: str = "", found: str = "") -> TraceFormatError:
+    """A file that is not laid out as the format says."""
+    return TraceFormatError(
+        Code.SEGMENT_INVALID, f"{path.name}: {what}", where=str(path), expected=expected, found=found, remedy=REMEDY_ALTERED
+    )
 
 
 @dataclass(eq=False)
@@ -277,25 +331,10 @@ class ColumnFile:
         """
 
         def invalid(what: str, *, expected: str = "", found: str = "") -> TraceFormatError:
-            return TraceFormatError(
-                Code.SEGMENT_INVALID, f"{path.name}: {what}", where=str(path), expected=expected, found=found, remedy=REMEDY_ALTERED
-            )
+            return invalid_file(path, what, expected=expected, found=found)
 
-        try:
-            with open(path, "rb") as file:
-                size_bytes = os.fstat(file.fileno()).st_size
-                length = int.from_bytes(file.read(8), "little")
-                if size_bytes < 8 or length > min(size_bytes - 8, _MAX_HEADER_BYTES):
-                    raise invalid("torn, its header is not whole", expected=f"{length + 8} bytes or more", found=f"{size_bytes} bytes")
-                text = file.read(length)
-        except OSError as error:
-            raise invalid("cannot be read", found=error.strerror or str(error)) from error
-        try:
-            raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-            metadata = msgspec.json.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
-            entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in raw.items()}
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise invalid("no safetensors header", found=str(error)) from error
+        whole = read_entries(path)
+        entries, metadata, start, size_bytes = whole.entries, whole.metadata, whole.start, whole.size_bytes
         names = sorted(column.name for column in columns)
         if sorted(entries) != names:
             raise invalid("other columns than the format has", expected=", ".join(names), found=", ".join(sorted(entries)))
@@ -304,26 +343,25 @@ class ColumnFile:
             entry = entries[column.name]
             count = entry.shape[0] if entry.shape else -1
             end = offset + count * column.line_bytes
-            expected = _Entry(column.code, column.shape(count), (offset, end))
+            expected = Entry(column.code, column.shape(count), (offset, end))
             if entry != expected or count < 0:
                 raise invalid(f"column {column.name} is not laid out as the format says", expected=str(expected), found=str(entry))
-            lines[column.name], offsets[column.name], offset = count, 8 + length + offset, end
-        if size_bytes != 8 + length + offset:
-            raise invalid("torn or padded", expected=f"{8 + length + offset} bytes", found=f"{size_bytes} bytes")
-        if SEGMENT_METADATA_KEY not in metadata:
-            raise invalid("not written by tracer", expected=f"metadata key {SEGMENT_METADATA_KEY}", found=", ".join(metadata) or "none")
-        check_format(metadata[SEGMENT_METADATA_KEY], path, Code.SEGMENT_INVALID)
+            lines[column.name], offsets[column.name], offset = count, start + offset, end
+        if size_bytes != start + offset:
+            raise invalid("torn or padded", expected=f"{start + offset} bytes", found=f"{size_bytes} bytes")
         try:
-            header = msgspec.json.decode(metadata[SEGMENT_METADATA_KEY], type=SegmentHeader)
+            header = msgspec.json.decode(metadata, type=SegmentHeader)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise invalid("malformed header", found=str(error)) from error
         return cls(path, size_bytes, header, lines, {column.name: column for column in columns}, offsets)
 
-    def column(self, name: str) -> Array:
-        """One column, whole: mapped, read-only, not checked against anything but its layout. Raises
-        ``TraceFormatError`` (segment-invalid) where the file has vanished since it was opened."""
-        column, lines, offset = self._columns[name], self.lines[name], self._offsets[name]
-        count = lines * max(column.inner, 1)
+    def column(self, name: str, start: int = 0, stop: int | None = None) -> Array:
+        """Lines ``start:stop`` of one column, by default all: mapped, or just these read where no more files can be mapped;
+        read-only, not checked against anything but its layout. Raises ``TraceFormatError`` (segment-invalid) where the file
+        has vanished since it was opened."""
+        column = self._columns[name]
+        lines = max((self.lines[name] if stop is None else min(stop, self.lines[name])) - start, 0)
+        count, offset = lines * max(column.inner, 1), self._offsets[name] + start * column.line_bytes
         if not count:
             return np.empty(column.shape(0), column.dtype)
         try:

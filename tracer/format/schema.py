@@ -6,6 +6,8 @@ trace/
     segment-000000.safetensors     rows, token ids and fingerprint columns, flushed by size
     weights.safetensors            only with weights="rows": one fingerprint per weight row
     manifest.json                  written last, atomically: its presence is the commit
+  dumps/                           only where bytes were asked for
+    rank-00000-000000.safetensors  raw values of chosen rows of chosen boundaries, at most so many bytes
 ```
 
 A segment is columnar. ``R`` lines of the row table, ``L`` entries of row lists, ``N`` fingerprints,
@@ -62,6 +64,7 @@ __all__ = [
     "NotComputed",
     "Note",
     "PolicyMark",
+    "Record",
     "RowScope",
     "SegmentHeader",
     "SegmentInfo",
@@ -98,11 +101,11 @@ def segment_name(number: int) -> str:
     return f"segment-{number:06d}.safetensors"
 
 
-class _Record(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class Record(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Base of every struct on disk."""
 
 
-class Axis(_Record, frozen=True, kw_only=True):
+class Axis(Record, frozen=True, kw_only=True):
     """This process's coordinate on one mesh axis."""
 
     name: str
@@ -139,7 +142,7 @@ class BoundaryStatus(str, Enum):
     """Selected and bound, yet it did not execute, or with fewer rows than the map says."""
 
 
-class Boundary(_Record, frozen=True, kw_only=True):
+class Boundary(Record, frozen=True, kw_only=True):
     """One boundary of the resolved map, and what this process saw of it. The manifest lists them in causal order."""
 
     name: str
@@ -172,7 +175,7 @@ class Boundary(_Record, frozen=True, kw_only=True):
     """Semantic names of the parameters and buffers this boundary is computed with."""
 
 
-class Block(_Record, frozen=True, kw_only=True):
+class Block(Record, frozen=True, kw_only=True):
     """Fingerprints of one boundary inside a segment that share all of the following. Row k of the block is
     row-table line ``lists[row_start + k]`` and digest ``digest_start + k``."""
 
@@ -199,7 +202,7 @@ class Block(_Record, frozen=True, kw_only=True):
     """Module calls merged into this block, calls with no rows included."""
 
 
-class Sequence(_Record, frozen=True, kw_only=True):
+class Sequence(Record, frozen=True, kw_only=True):
     """One sequence of this run, as the host labelled it."""
 
     label: str
@@ -216,7 +219,7 @@ class Sequence(_Record, frozen=True, kw_only=True):
     """Batch row it came from (``forward/row``): documents packed in one row share it, in order."""
 
 
-class SegmentHeader(_Record, frozen=True, kw_only=True):
+class SegmentHeader(Record, frozen=True, kw_only=True):
     """What a segment says about itself, in its safetensors metadata."""
 
     format: int
@@ -226,7 +229,7 @@ class SegmentHeader(_Record, frozen=True, kw_only=True):
     """Sequences first seen in this segment; the shard's list is their concatenation."""
 
 
-class SegmentInfo(_Record, frozen=True, kw_only=True):
+class SegmentInfo(Record, frozen=True, kw_only=True):
     """One finished segment, as the manifest lists it."""
 
     file: str
@@ -237,7 +240,7 @@ class SegmentInfo(_Record, frozen=True, kw_only=True):
     fingerprints: int
 
 
-class Skipped(_Record, frozen=True, kw_only=True):
+class Skipped(Record, frozen=True, kw_only=True):
     """Rows or forwards that were seen and deliberately not recorded."""
 
     reason: str
@@ -246,7 +249,7 @@ class Skipped(_Record, frozen=True, kw_only=True):
     forwards: int = 0
 
 
-class NotComputed(_Record, frozen=True, kw_only=True):
+class NotComputed(Record, frozen=True, kw_only=True):
     """Rows that the host declares it never computed. They are no absence."""
 
     sequence: str
@@ -259,7 +262,7 @@ class NotComputed(_Record, frozen=True, kw_only=True):
     """last sampled token, cache hit from before the trace, logits not requested ..."""
 
 
-class Counts(_Record, frozen=True, kw_only=True):
+class Counts(Record, frozen=True, kw_only=True):
     """What this process saw, over all boundaries."""
 
     forwards: int = 0
@@ -269,21 +272,21 @@ class Counts(_Record, frozen=True, kw_only=True):
     skipped: tuple[Skipped, ...] = ()
 
 
-class Note(_Record, frozen=True, kw_only=True):
+class Note(Record, frozen=True, kw_only=True):
     """Something the reader should know: a warning of the recorder, with a code that the docs explain."""
 
     code: str
     text: str
 
 
-class PolicyMark(_Record, frozen=True, kw_only=True):
+class PolicyMark(Record, frozen=True, kw_only=True):
     """``t.policy(version)``: holds for this forward and later ones."""
 
     forward: int
     version: str
 
 
-class MapIdentity(_Record, frozen=True, kw_only=True):
+class MapIdentity(Record, frozen=True, kw_only=True):
     """Which boundary map was used."""
 
     family: str
@@ -293,7 +296,7 @@ class MapIdentity(_Record, frozen=True, kw_only=True):
     """xxh3_128 over the resolved map as JSON: equal maps, equal digests."""
 
 
-class Weight(_Record, frozen=True, kw_only=True):
+class Weight(Record, frozen=True, kw_only=True):
     """Fingerprint of one parameter or buffer by semantic name; rows are its output rows (1-D: one row)."""
 
     name: str
@@ -319,7 +322,7 @@ class Weight(_Record, frozen=True, kw_only=True):
     """Why no fingerprint could be taken (repacked by the engine ...). Never compared as equal."""
 
 
-class Manifest(_Record, frozen=True, kw_only=True):
+class Manifest(Record, frozen=True, kw_only=True):
     """The commit of one shard."""
 
     format: int
@@ -341,6 +344,8 @@ class Manifest(_Record, frozen=True, kw_only=True):
     """digest, rows or none."""
     weights: tuple[Weight, ...] = ()
     weights_file: SegmentInfo | None = None
+    dumps: tuple[SegmentInfo, ...] = ()
+    """Files of raw values of this process, in the trace's folder ``dumps``."""
     weights_after: str = "unknown"
     """equal, changed or unknown: weights at exit against weights at entry."""
     policies: tuple[PolicyMark, ...] = ()
@@ -348,6 +353,9 @@ class Manifest(_Record, frozen=True, kw_only=True):
     """Run conditions, nested plain JSON; what could not be found out is the string ``unknown``."""
     interventions: tuple[str, ...] = ()
     """feed, pin, perturb_ulps: anything that changed what the model computed."""
+    replaced: dict[str, str] = {}
+    """Boundary -> run id: its values were replaced by that run's after they were recorded (feed), so that what is computed
+    from it starts from those."""
     notes: tuple[Note, ...] = ()
     complete: bool = True
     incomplete_reason: str = ""

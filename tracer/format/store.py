@@ -122,6 +122,15 @@ class ShardWriter:
             os.mkdir(self.path)
             sync_folder(Path(out))
         except FileExistsError as error:
+            if not Path(error.filename).is_dir():
+                raise UsageError(
+                    Code.BAD_ARGUMENT,
+                    "the output folder is a file, or lies below one",
+                    where=str(out),
+                    expected="a folder, or a path where there is nothing yet",
+                    found=f"{error.filename} is no folder",
+                    remedy="choose another out=",
+                ) from error
             raise _in_use(Path(error.filename), "something of that name") from error
         except OSError as error:
             raise CaptureError(
@@ -388,5 +397,5 @@ def _in_use(path: Path, found: str) -> UsageError:
         where=str(path),
         expected="a new folder, or one that the other processes of this run write to",
         found=found,
-        remedy="choose another out=; nothing existing is overwritten",
+        remedy="choose another out=; nothing existing is overwritten. Processes that share no process group need one TRACER_RUN_ID",
     )

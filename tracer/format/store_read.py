@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tracer.errors import Code, TraceFormatError
-from tracer.format.container import REMEDY_ALTERED, SEGMENT_COLUMNS, WEIGHT_COLUMNS, ColumnFile, check_format, checksum
+from tracer.format.container import REMEDY_ALTERED, SEGMENT_COLUMNS, WEIGHT_COLUMNS, ColumnFile, check_format, checksum, invalid_file
 from tracer.format.dtypes import dtype_info
 from tracer.format.fingerprint import Fingerprints
 from tracer.format.schema import (
@@ -66,7 +66,8 @@ _FILE = re.compile(rf"segment-.*\.safetensors|{re.escape(WEIGHTS_NAME)}")
 
 @dataclass(eq=False)
 class Segment:
-    """One finished segment. Columns are mapped on first use, read-only, and named as in ``schema``."""
+    """One finished segment. Columns are mapped on first use, read-only, and named as in ``schema``. What says which rows there
+    are is kept; of the fingerprints, which may be many, each block's are looked up when they are asked for."""
 
     file: ColumnFile
     info: SegmentInfo | None = None
@@ -108,36 +109,6 @@ class Segment:
         return self.file.column("lists")
 
     @cached_property
-    def digest(self) -> U64:
-        """uint64 (N, 2)"""
-        return self.file.column("digest")
-
-    @cached_property
-    def sketch(self) -> Array:
-        """float32 (M, 16)"""
-        return self.file.column("sketch")
-
-    @cached_property
-    def sum_squares(self) -> Array:
-        """float64 (M,)"""
-        return self.file.column("sum_squares")
-
-    @cached_property
-    def abs_max(self) -> Array:
-        """float32 (M,)"""
-        return self.file.column("abs_max")
-
-    @cached_property
-    def nonfinite(self) -> Array:
-        """uint32 (M,)"""
-        return self.file.column("nonfinite")
-
-    @cached_property
-    def values(self) -> Array:
-        """int64 (V,)"""
-        return self.file.column("values")
-
-    @cached_property
     def ids_sequence(self) -> Array:
         """int32 (I,)"""
         return self.file.column("ids.sequence")
@@ -156,7 +127,7 @@ class Segment:
         """Row-table lines of a block, uint32 (B,). Raises ``TraceFormatError`` (segment-invalid) where one lies outside the table."""
         lines = self.lists[block.row_start : block.row_start + block.row_count]
         if len(lines) and int(lines.max()) >= self.file.lines["rows.sequence"]:
-            raise _invalid(
+            raise invalid_file(
                 self.path,
                 f"boundary {block.boundary} names a row outside the row table",
                 expected=f"lines below {self.file.lines['rows.sequence']}",
@@ -166,7 +137,12 @@ class Segment:
 
     def block_digest(self, block: Block) -> U64:
         """uint64 (B, 2)"""
-        return self.digest[block.digest_start : block.digest_start + block.row_count]
+        return self.file.column("digest", block.digest_start, block.digest_start + block.row_count)
+
+    def block_statistic(self, block: Block, name: str) -> Array:
+        """``sketch`` (float32), ``sum_squares`` (float64), ``abs_max`` (float32) or ``nonfinite`` (uint32) of a block that has
+        statistics: (B,), the sketch (B, 16)."""
+        return self.file.column(name, block.stats_start, block.stats_start + block.row_count)
 
     def block_values(self, block: Block) -> Array | None:
         """Raw values, int64 (B, columns held), None where none are kept."""
@@ -174,18 +150,17 @@ class Segment:
             return None
         columns = held_columns(block)
         stop = block.values_start + block.row_count * columns
-        return self.values[block.values_start : stop].reshape(block.row_count, columns)
+        return self.file.column("values", block.values_start, stop).reshape(block.row_count, columns)
 
     def block_fingerprints(self, block: Block) -> Fingerprints:
         """Everything kept of a block's rows; touches all of its columns."""
-        window = slice(block.stats_start, block.stats_start + block.row_count)
         kept = block.stats_start >= 0
         return Fingerprints(
             digest_N2=self.block_digest(block),
-            sketch_N16=self.sketch[window] if kept else None,
-            sum_squares_N=self.sum_squares[window] if kept else None,
-            abs_max_N=self.abs_max[window] if kept else None,
-            nonfinite_N=self.nonfinite[window] if kept else None,
+            sketch_N16=self.block_statistic(block, "sketch") if kept else None,
+            sum_squares_N=self.block_statistic(block, "sum_squares") if kept else None,
+            abs_max_N=self.block_statistic(block, "abs_max") if kept else None,
+            nonfinite_N=self.block_statistic(block, "nonfinite") if kept else None,
             values_NC=self.block_values(block),
         )
 
@@ -207,7 +182,7 @@ class WeightRows:
     def fingerprints(self, start: int, rows: int) -> Fingerprints:
         """Lines ``start .. start + rows``, of every column."""
         digest, sketch, sum_squares, abs_max, nonfinite = (
-            self.file.column(name)[start : start + rows] for name in ("digest", "sketch", "sum_squares", "abs_max", "nonfinite")
+            self.file.column(name, start, start + rows) for name in ("digest", "sketch", "sum_squares", "abs_max", "nonfinite")
         )
         return Fingerprints(digest, sketch, sum_squares, abs_max, nonfinite, None)
 
@@ -362,7 +337,7 @@ def inspect_shard(
         listed = [(info.file, info) for info in manifest.segments]
         names = {info.file for info in manifest_files(manifest)}
         problems += [
-            _invalid(path / name, "the manifest does not list this file", expected=f"{len(names)} files", found=name)
+            invalid_file(path / name, "the manifest does not list this file", expected=f"{len(names)} files", found=name)
             for name in present
             if name not in names
         ]
@@ -408,10 +383,10 @@ def _open(
             raise _altered(path, "is not as it was written", f"xxh3_128 {info.xxh3_128}", found or "unreadable")
     file = ColumnFile.open(path, columns)
     if file.header.number != number:
-        raise _invalid(path, "calls itself another number", expected=str(number), found=str(file.header.number))
+        raise invalid_file(path, "calls itself another number", expected=str(number), found=str(file.header.number))
     rows, fingerprints = file.lines.get("rows.sequence", file.lines["digest"]), file.lines["digest"]
     if info is not None and (info.rows, info.fingerprints) != (rows, fingerprints):
-        raise _invalid(
+        raise invalid_file(
             path,
             "other counts than the manifest lists",
             expected=f"{info.rows} rows, {info.fingerprints} fingerprints",
@@ -438,7 +413,7 @@ def _check_segment(segment: Segment, sequences: int, verify: bool) -> None:
             or not -1 <= block.stats_start <= lines["sketch"] - (count if block.stats_start >= 0 else 0)
             or not -1 <= block.values_start <= lines["values"] - (count * held[kind] if block.values_start >= 0 else 0)
         ):
-            raise _invalid(
+            raise invalid_file(
                 path,
                 f"boundary {block.boundary} lies outside its columns",
                 expected=", ".join(f"{lines[name]} {name}" for name in ("lists", "digest", "sketch", "values")),
@@ -446,7 +421,7 @@ def _check_segment(segment: Segment, sequences: int, verify: bool) -> None:
                 f"{block.stats_start} and {block.values_start} on",
             )
         if block.executions < 0:
-            raise _invalid(path, f"boundary {block.boundary} has a negative number of executions", found=str(block.executions))
+            raise invalid_file(path, f"boundary {block.boundary} has a negative number of executions", found=str(block.executions))
     if not verify:
         return
     limits = {"lists": lines["rows.sequence"], "rows.sequence": sequences, "ids.sequence": sequences}
@@ -456,7 +431,7 @@ def _check_segment(segment: Segment, sequences: int, verify: bool) -> None:
             continue
         low, high, limit = int(values.min()), int(values.max()), limits.get(column, 1 << 31)
         if low < 0 or high >= limit:
-            raise _invalid(path, f"column {column} refers to nothing", expected=f"within 0 .. {limit - 1}", found=f"{low} .. {high}")
+            raise invalid_file(path, f"column {column} refers to nothing", expected=f"within 0 .. {limit - 1}", found=f"{low} .. {high}")
     segment.file.release()
 
 
@@ -465,18 +440,12 @@ def _check_spans(path: Path, block: Block) -> None:
     ends = [0, *(stop for _, stop in taken)]
     inside = all(end <= start < stop <= block.width for (start, stop), end in zip(taken, ends[:-1], strict=True))
     if block.width < 0 or not inside:
-        raise _invalid(
+        raise invalid_file(
             path,
             f"boundary {block.boundary} has columns that no row has",
             expected=f"disjoint spans within 0 .. {block.width}",
             found=str(list(block.spans)),
         )
-
-
-def _invalid(path: Path, what: str, *, expected: str = "", found: str = "") -> TraceFormatError:
-    return TraceFormatError(
-        Code.SEGMENT_INVALID, f"{path.name}: {what}", where=str(path), expected=expected, found=found, remedy=REMEDY_ALTERED
-    )
 
 
 def _altered(path: Path, what: str, expected: str, found: str) -> TraceFormatError:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-__all__ = ["label_keys", "token_keys"]
+__all__ = ["PrefixKeys", "label_keys", "token_keys"]
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
@@ -18,20 +18,28 @@ _LABEL_SEED = 5
 """Keeps keys made from labels apart from keys made from ids (digest, sketch and weight sums use seeds 0 to 4)."""
 
 
-def token_keys(ids_T: npt.ArrayLike, salt: str = "") -> U64:
-    """Key of every token of one sequence: ``key[t] = xxh3_64`` of the little-endian int64 ids ``0..t``.
+class PrefixKeys:
+    """Keys of one sequence while it grows: ``key[t] = xxh3_64`` of the little-endian int64 ids ``0..t``."""
 
-    ``ids_T``: integer ids from position 0 on, (T,). ``salt``: whatever else conditions the sequence (adapter,
-    image digests); its UTF-8 bytes come before the ids. Returns uint64 (T,). One pass, whatever T is.
-    """
-    raw = memoryview(np.ascontiguousarray(ids_T, dtype="<i8").tobytes())
-    state = xxhash.xxh3_64(salt.encode())
-    update, digest = state.update, state.intdigest
-    keys = []
-    for start in range(0, len(raw), 8):
-        update(raw[start : start + 8])
-        keys.append(digest())
-    return np.array(keys, dtype=np.uint64)
+    def __init__(self, salt: str = "") -> None:
+        """``salt``: whatever else conditions the sequence (adapter, image digests); its UTF-8 bytes come before the ids."""
+        self._state = xxhash.xxh3_64(salt.encode())
+        self.keys: list[int] = []
+
+    def extend(self, ids_T: npt.ArrayLike) -> None:
+        """The next ids of the sequence, integers (T,). One pass, whatever T is."""
+        raw = memoryview(np.ascontiguousarray(ids_T, dtype="<i8").tobytes())
+        update, digest, keys = self._state.update, self._state.intdigest, self.keys
+        for start in range(0, len(raw), 8):
+            update(raw[start : start + 8])
+            keys.append(digest())
+
+
+def token_keys(ids_T: npt.ArrayLike, salt: str = "") -> U64:
+    """Key of every token of one sequence, as ``PrefixKeys`` has them. ``ids_T``: from position 0 on, (T,). Returns uint64 (T,)."""
+    prefix = PrefixKeys(salt)
+    prefix.extend(ids_T)
+    return np.array(prefix.keys, dtype=np.uint64)
 
 
 def label_keys(name: str, positions_R: npt.ArrayLike) -> U64:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -22,6 +23,8 @@ from tracer.record.remote import Processes
 __all__ = ["HOST_NAMES", "find_host", "find_processes", "suggest_map"]
 
 _MODULES = {"transformers": "tracer.hosts.transformers", "megatron": "tracer.hosts.megatron", "vllm": "tracer.hosts.vllm"}
+
+_PROTOCOL = {name for name in {**vars(Host), **Host.__annotations__} if not name.startswith("_")}
 
 HOST_NAMES = tuple(sorted(_MODULES))
 """Hosts that come with the package."""
@@ -38,6 +41,13 @@ def find_host(
     Raises HostError (host-unknown, host-missing-package, host-unsupported) and UsageError (bad-argument).
     """
     if host is not None and not isinstance(host, str):
+        if lacking := sorted(name for name in _PROTOCOL if not hasattr(host, name)):
+            raise HostError(
+                Code.HOST_UNKNOWN,
+                "host= is no host",
+                expected=f"one of {', '.join(HOST_NAMES)}, or an object that implements tracer.record.host.Host",
+                found=f"{type(host).__name__} without {', '.join(lacking)}",
+            )
         return host
     placed = _mesh(mesh)
     if isinstance(host, str):
@@ -53,13 +63,27 @@ def find_host(
     for name in _MODULES:
         if _load(name).claims(model):
             return _create(name, model, placed)
+    inside = _claimed_inside(model)
     raise HostError(
         Code.HOST_UNKNOWN,
         f"no host claims a {type(model).__module__}.{type(model).__qualname__}",
         expected="a transformers model or a megatron-core GPTModel, wrapped or not, or a vLLM engine, worker or loaded model",
         found=f"{type(model).__module__}.{type(model).__qualname__}",
-        remedy="pass the model itself, or host= an object that implements tracer.record.host.Host",
+        remedy=f"pass what is inside it: {', or '.join(inside)}; it is recorded when the wrapper calls it"
+        if inside
+        else "pass the model itself, or host= an object that implements tracer.record.host.Host",
     )
+
+
+def _claimed_inside(model: Any) -> list[str]:
+    """Modules inside of ``model`` that a host claims, as ``.path (a Class)``, outermost only."""
+    named = model.named_modules() if hasattr(model, "named_modules") else ()
+    found: dict[str, str] = {}
+    for path, module in named:
+        inner = any(path.startswith(f"{outer}.") for outer in found)
+        if path and not inner and any(_load(name).claims(module) for name in _MODULES):
+            found[path] = f".{path} (a {type(module).__name__})"
+    return list(found.values())[:4]
 
 
 def find_processes(model: Any, host: str | Host | None = None) -> Processes | None:
@@ -112,7 +136,13 @@ def _mesh(mesh: Mapping[str, tuple[int, int]] | Mesh | None) -> Mesh | None:
     """The user's mesh as a ``Mesh``; ranks count row-major over the axes in the order given."""
     if mesh is None or isinstance(mesh, Mesh):
         return mesh
-    axes = tuple(Axis(name=name, index=index, size=size) for name, (index, size) in mesh.items())
+    try:
+        told = {str(name): (operator.index(index), operator.index(size)) for name, (index, size) in mesh.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise UsageError(
+            Code.BAD_ARGUMENT, "mesh= is no mesh", expected='axis -> (index, size): {"tp": (0, 2)}', found=repr(mesh)
+        ) from None
+    axes = tuple(Axis(name=name, index=index, size=size) for name, (index, size) in told.items())
     for axis in axes:
         if not 0 <= axis.index < axis.size:
             raise UsageError(

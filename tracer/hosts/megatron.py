@@ -165,18 +165,16 @@ class MegatronHost:
         axes = _row_axes(source.layout)
         cut = self._sequence_parallel and dict(source.shard).get("tp", "") in ROW_AXES
         rows = order.ordered(axes[0] != "b", self._tp if cut else (0, 1))
-        if len(rows) != math.prod(row_shape):
-            return None
-        return order.none(len(rows)) if _speaks_of_logits(source) and self._only_padding() else rows
+        return rows if len(rows) == math.prod(row_shape) else None
 
     def placement(self, source: Source, columns: int, leaf: torch.Tensor) -> Placement:
         rank, size = self._tp
         axis = dict(source.shard).get("tp", "")
-        if _speaks_of_logits(source):
-            start, stop = (0, self._padded) if columns == self._padded else contiguous(self._padded, rank, size)
-            if start >= self._vocabulary:  # nothing but padding: a column to name, and no rows (leaf_rows)
-                return Placement(self._vocabulary, ((0, 1),))
-            return Placement(self._vocabulary, ((start, min(stop, self._vocabulary)),))
+        if source.boundary == "lm_head" or source.derived == "logprobs":
+            if columns == self._padded:
+                return Placement(self._vocabulary, ((0, self._vocabulary),))
+            start, stop = (min(edge, self._vocabulary) for edge in contiguous(self._padded, rank, size))
+            return Placement(self._vocabulary, ((start, stop),), axis="tp")
         name = source.boundary.split(".", 2)[-1]
         if not axis or axis in ROW_AXES or size == 1:
             return Placement(columns)
@@ -213,11 +211,6 @@ class MegatronHost:
 
     def not_computed(self) -> Iterable[NotComputed]:
         return ()
-
-    def _only_padding(self) -> bool:
-        """Whether this process's columns of the logits all pad the vocabulary."""
-        gathered = self._tp[1] == 1 or self._model.output_layer.gather_output
-        return not gathered and contiguous(self._padded, *self._tp)[0] >= self._vocabulary
 
     def _place(self, axis: str) -> tuple[int, int]:
         found = self._mesh.axis(axis)
@@ -273,10 +266,5 @@ def _process_mesh(experts: bool) -> Mesh:
     return Mesh(rank, world, tuple(Axis(name=name, index=index, size=size) for name, index, size in places))
 
 
-def _speaks_of_logits(source: Source) -> bool:
-    return source.boundary == "lm_head" or source.derived == "logprobs"
-
-
 def _row_axes(layout: str) -> list[str]:
     return [axis for dimension in layout_axes(layout) or () for axis in dimension if axis in ROW_AXES]
-

@@ -95,7 +95,7 @@ class RowReader:
         self, edges: tuple[IntArray, IntArray] | None, position_ids: Any, real_BS: BoolArray, sequences: SequenceRegistry, whole: bool
     ) -> IntArray:
         """Document of every row, -1 for padding: (N,)."""
-        lengths = sequences.document_lengths(len(real_BS))
+        lengths = sequences.document_lengths(real_BS)
         if edges is not None:
             start_D, length_D = edges
             document_N = documents_from_cu_seqlens([*start_D, real_BS.size], real_BS.size)
@@ -103,7 +103,7 @@ class RowReader:
             inside_N = offset_N < length_D[document_N.clip(0)]
             return np.where(inside_N & real_BS.reshape(-1), document_N, -1)
         if lengths is not None:
-            return documents_from_lengths(lengths, real_BS.shape[1])
+            return documents_from_lengths(lengths, real_BS.shape[1], real_BS)
         if isinstance(position_ids, torch.Tensor) and whole:
             return documents_from_positions(np.broadcast_to(_array(position_ids), real_BS.shape), real_BS)
         return documents_from_mask(real_BS)
@@ -137,10 +137,6 @@ class RowOrder:
     batch: int
     columns: int
     _known: dict[tuple[bool, tuple[int, int]], Rows] = field(default_factory=dict)
-
-    def none(self, count: int) -> Rows:
-        """``count`` rows of which none is to be recorded."""
-        return Rows(np.full(count, -1), np.zeros(count, np.int64))
 
     def ordered(self, sequence_first: bool, piece: tuple[int, int] = (0, 1)) -> Rows:
         """All rows, or piece ``piece[0]`` of ``piece[1]`` equal ones along S. The same object for the same order."""

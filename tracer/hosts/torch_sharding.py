@@ -68,13 +68,22 @@ def data_axes(model: torch.nn.Module) -> frozenset[str]:
 
 def _axes(mesh: Any) -> list[Axis]:
     """The dimensions of a device mesh as axes of this process; unnamed ones are FSDP's default mesh."""
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
+    if mesh.get_coordinate() is None:
         raise _unsupported("this process is no part of a device mesh its model lies on", str(mesh))
+    coordinate = _places(mesh)
     names = mesh.mesh_dim_names or {1: ("fsdp",), 2: ("dp_replicate", "fsdp")}.get(mesh.ndim)
     if names is None:
         raise _unsupported("a device mesh has no names for its dimensions", str(mesh))
     return [Axis(name=name, index=coordinate[n], size=mesh.size(n)) for n, name in enumerate(names)]
+
+
+def _places(mesh: Any) -> list[int]:
+    """This process's place on every axis, in the order in which torch cuts and gathers: that of the process groups, which are
+    sorted. A mesh that lists its processes in another order has other coordinates (torch 2.9 to 2.13)."""
+    try:
+        return [mesh.get_local_rank(axis) for axis in range(mesh.ndim)]
+    except RuntimeError:  # a mesh without process groups, over which nothing is cut
+        return list(mesh.get_coordinate())
 
 
 def _outer_index(rank: int, world: int, covered: int, mesh: Any) -> int:
@@ -105,7 +114,7 @@ def _held_index(size: int, mesh: Any, placements: Sequence[Any], dim: int, skip:
     """Global indices of one dimension held here, in local order, cut the way torch cuts. ``skip``: axes that do not cut."""
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-    index, coordinate, names = torch.arange(size), mesh.get_coordinate(), mesh.mesh_dim_names or ("fsdp",) * mesh.ndim
+    index, coordinate, names = torch.arange(size), _places(mesh), mesh.mesh_dim_names or ("fsdp",) * mesh.ndim
     for axis, placement in enumerate(placements):
         if getattr(placement, "dim", None) != dim or names[axis] in skip:
             continue
@@ -130,13 +139,14 @@ def held_spans(tensor: Any, skip: frozenset[str] = frozenset()) -> tuple[tuple[t
 
 
 def held_columns_of(tensor: Any, dims: Sequence[int]) -> tuple[int, tuple[Span, ...]]:
-    """Width of the whole row and columns held of a DTensor whose dimensions ``dims``, in this order, are its columns."""
+    """Width of the whole row and columns held, as ``Placement`` has them, of a DTensor whose dimensions ``dims``, in this order, are
+    its columns."""
     width, column_C = 1, np.zeros(1, np.int64)
     for dim in dims:
         size = tensor.shape[dim]
         index = _held_index(size, tensor.device_mesh, tensor.placements, dim, frozenset())
         width, column_C = width * size, (column_C[:, None] * size + index[None, :]).reshape(-1)
-    return width, () if np.array_equal(column_C, np.arange(width)) else spans_of(column_C)
+    return width, () if np.array_equal(column_C, np.arange(width)) else spans_of(column_C) or ((0, 0),)
 
 
 def cutting_axis(tensor: Any, dims: Sequence[int]) -> str:

@@ -69,6 +69,9 @@ def create(model: torch.nn.Module, mesh: Mesh | None) -> TransformersHost:
             found=type(_unwrap(model)).__name__,
             remedy="trace a decoder-only model",
         )
+    # accelerate keeps what it offloads on the meta device between calls, and has a hook there
+    if all(parameter.is_meta for parameter in model.parameters()) and not any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise _without_values()
     return TransformersHost(model, mesh)
 
 
@@ -169,7 +172,7 @@ class TransformersHost:
             module = self._modules.get(path)
             compiled = any(hasattr(wrapper, "_orig_mod") for wrapper in self._wrappers.get(path, ()))
             if module is not None and not compiled:
-                compiled = module._compiled_call_impl is not None or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+                compiled = module._compiled_call_impl is not None or _is_compiled(module.forward)
             if compiled:
                 return f"{path or 'the model'} is compiled: a compiled region runs only the hooks it was compiled with; {remedy}"
         return ""
@@ -187,6 +190,8 @@ class TransformersHost:
         shown = ids if ids is not None else embeds
         if not isinstance(shown, torch.Tensor) or shown.ndim < 2:
             return SkippedForward("no input_ids and no inputs_embeds")
+        if shown.device.type == "meta":
+            raise _without_values()
         cache = next((given[name] for name in _CACHE_NAMES if given.get(name) is not None), None)
         if type(cache).__name__ == "PagedAttentionCache":
             raise _unsupported("continuous batching keeps the rows of many requests in one paged cache", type(cache).__name__)
@@ -377,12 +382,26 @@ def _experts(layout: str, row_shape: tuple[int, ...]) -> int:
     return max(row_shape[axes.index("e")], 1) if "e" in axes and len(axes) == len(row_shape) else 1
 
 
+def _is_compiled(function: Any) -> bool:
+    """Whether ``torch.compile`` made it, be it the module's own or its class's (``torch.compiler.disable`` leaves the same mark)."""
+    return hasattr(function, "_torchdynamo_orig_callable") and not getattr(function, "_torchdynamo_disable", False)
+
+
 def _unsupported(what: str, found: str) -> HostError:
     return HostError(
         Code.HOST_UNSUPPORTED,
         f"the transformers host cannot record this run: {what}",
         found=found,
         remedy="run whole batches through the model itself, with position_ids and without a cache under context parallelism",
+    )
+
+
+def _without_values() -> HostError:
+    return HostError(
+        Code.HOST_UNSUPPORTED,
+        "a model on the meta device computes no values",
+        found="parameters or inputs on the meta device",
+        remedy="trace it once its weights are loaded; `tracer map check` needs no weights",
     )
 
 
@@ -414,5 +433,3 @@ def _cache_of(output: Any) -> Any:
     """The cache in a model's output, whatever its form."""
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
     return next((value for value in values if hasattr(value, "get_seq_length")), None)
-
-

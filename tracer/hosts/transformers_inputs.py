@@ -45,9 +45,7 @@ class InputReader:
         self._model = model
         self._config = model.config.get_text_config()
 
-    def read(
-        self, number: int, given: Mapping[str, Any], cache: Any, shape: Shape, sequences: SequenceRegistry
-    ) -> tuple[Call, IntArray]:
+    def read(self, number: int, given: Mapping[str, Any], cache: Any, shape: Shape, sequences: SequenceRegistry) -> tuple[Call, IntArray]:
         """Forward ``number`` as the tracker wants it, and ``input.positions``: (N,), or (N, planes) for multi-axis rope.
 
         ``given``: arguments by name. ``cache``: the one given, if any."""
@@ -57,7 +55,7 @@ class InputReader:
         token_BS, past_BP, visible_BS = self._read_mask(mask, shape, sequences)
         position_BSP, positions_given = _positions(given.get("position_ids"), shape)
         cu_seqlens = given.get("cu_seq_lens_q")
-        lengths = None if past else sequences.document_lengths(batch)
+        lengths = None if past else sequences.document_lengths(token_BS)
         if lengths is None and isinstance(cu_seqlens, torch.Tensor) and not past:
             lengths = _row_lengths(_array(cu_seqlens), batch, columns)
         if lengths is not None:
@@ -68,7 +66,7 @@ class InputReader:
         generating, end_ids = self._generation()
         call = Call(
             number=number,
-            ids_BS=None if ids is None else _array(ids).reshape(batch, -1)[:, :columns],
+            ids_BS=None if ids is None or ids.ndim != 2 else _array(ids),
             token_BS=token_BS,
             position_BS=position_BSP[..., 0],
             positions_given=positions_given,
@@ -80,12 +78,10 @@ class InputReader:
             end_ids=end_ids,
             salt=_salt(given),
         )
-        position_NP = position_BSP.reshape(batch * columns, -1)
+        position_NP = position_BSP.reshape(batch * columns, position_BSP.shape[2])
         return call, position_NP[:, 0] if position_NP.shape[1] == 1 else position_NP
 
-    def _read_mask(
-        self, mask: Any, shape: Shape, sequences: SequenceRegistry
-    ) -> tuple[BoolArray, BoolArray | None, IntArray | None]:
+    def _read_mask(self, mask: Any, shape: Shape, sequences: SequenceRegistry) -> tuple[BoolArray, BoolArray | None, IntArray | None]:
         """Real tokens of this call (B, S), of the cache (B, P) where the mask covers it, and the first slot every row may
         attend to (B, S); None where the mask does not tell."""
         batch, columns, past = shape
@@ -209,7 +205,7 @@ def _positions(position_ids: Any, shape: Shape) -> tuple[IntArray, bool]:
         return default_BS[..., None], False
     position_PBS = _array(position_ids)
     if position_PBS.ndim < 3:
-        position_PBS = position_PBS.reshape(1, -1, position_PBS.shape[-1])
+        position_PBS = np.atleast_2d(position_PBS)[None]
     position_PBS = np.broadcast_to(position_PBS[..., -columns:], (position_PBS.shape[0], batch, columns))
     return np.moveaxis(position_PBS, 0, -1), True
 

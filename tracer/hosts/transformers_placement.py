@@ -46,7 +46,7 @@ class Placer:
 
     def place(self, source: Source, columns: int, leaf: torch.Tensor) -> Placement:
         """Where ``columns`` columns lie. Raises MapError (map-axis), CaptureError (leaf-not-tensor)."""
-        if not self._cutting:
+        if not self._cutting or not _column_dims(source):
             return Placement(width=columns)
         if hasattr(leaf, "placements"):
             return self._of_dtensor(source, columns, leaf)
@@ -65,7 +65,7 @@ class Placer:
         return Placement(width, spans, partial, cut[0].name if len(cut) == 1 else "")
 
     def _of_dtensor(self, source: Source, columns: int, leaf: Any) -> Placement:
-        dims = [n for n, axes in enumerate(layout_axes(source.layout) or ()) if not any(axis in ROW_AXES for axis in axes)]
+        dims = _column_dims(source)
         width, spans = held_columns_of(leaf, dims)
         if (source.select or source.split) and spans:
             raise self._unfit(source, columns, width, {axis.name: "" for axis in self._cutting})
@@ -128,3 +128,8 @@ def attention_columns(config: Any, name: str) -> int | None:
         return None
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     return int((heads if name in _QUERY else getattr(config, "num_key_value_heads", None) or heads) * size)
+
+
+def _column_dims(source: Source) -> list[int]:
+    """Dimensions of the leaf that hold columns; none where every row is one number."""
+    return [n for n, axes in enumerate(layout_axes(source.layout) or ()) if not any(axis in ROW_AXES for axis in axes)]

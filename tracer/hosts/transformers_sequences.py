@@ -404,6 +404,8 @@ def _positions(call: Call, real_BK: BoolArray, first_BS: IntArray) -> tuple[IntA
     ``first_BS``: row index of the document's position 0. Visible is negative for what lies before the document, be it
     another one or padding that no mask hides, and one behind the own position where a row sees nothing."""
     batch, slots = real_BK.shape
+    if not slots:
+        return np.zeros((batch, 0), np.int64), np.zeros((batch, 0), np.int64)
     index_BK: IntArray = np.cumsum(real_BK, axis=1) - real_BK
     lead_B1 = real_BK.argmax(axis=1)[:, None]
     slot_BK = np.broadcast_to(np.arange(slots), (batch, slots))
@@ -430,5 +432,7 @@ def _is_prefix(shorter: _Document, longer: _Document) -> bool:
 def first_visible_slots(allowed: BoolArray, past: int, columns: int) -> IntArray:
     """First slot that every row may attend to: (B, S). ``allowed``: (B, K) or (B, S, K), True where a slot may be
     attended to; K where there is none."""
+    if not allowed.size:
+        return np.zeros((len(allowed), columns), np.int64)
     first = np.where(allowed.any(axis=-1), allowed.argmax(axis=-1), past + columns).astype(np.int64)
     return first if first.ndim == 2 else np.repeat(first[:, None], columns, axis=1)

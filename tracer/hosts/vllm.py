@@ -11,7 +11,7 @@ import contextlib
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -127,6 +127,16 @@ class VllmHost:
             for buffer, name, tensor in named:
                 if tensor is not None:
                     yield self._parameter(path, name, module, tensor, buffer, loaded)
+        yield from self._tied_head(loaded)
+
+    def _tied_head(self, loaded: LoadedWeights | None) -> Iterator[HostParameter]:
+        """The output projection of a model that has no module for it and projects with its embedding (Gemma)."""
+        if not self._config.model_config.hf_text_config.tie_word_embeddings or any(path.endswith("lm_head") for path in self._modules):
+            return
+        for path, module in self._modules.items():
+            if type(module).__name__ == "VocabParallelEmbedding":
+                tied = self._parameter(path, "weight", module, module._parameters["weight"], False, loaded)
+                yield replace(tied, parameter="lm_head.weight")
 
     def _parameter(
         self, path: str, name: str, module: torch.nn.Module, tensor: torch.Tensor, buffer: bool, loaded: LoadedWeights | None

@@ -21,11 +21,11 @@ def engine_conditions(runner: Any, modules: Mapping[str, torch.nn.Module]) -> di
 
     config, model = runner.vllm_config, modules[""]
     compilation, parallel, scheduler = config.compilation_config, config.parallel_config, config.scheduler_config
-    text = config.model_config.hf_text_config
+    held = config.model_config.hf_text_config.to_dict() | {"dtype": config.model_config.dtype}  # the checkpoint may have another
     return {
         "vllm": vllm.__version__,
         "model_class": type(model).__name__,
-        "config": plain({name: value for name, value in text.to_dict().items() if name not in _NO_CONFIG}),
+        "config": plain({name: value for name, value in held.items() if name not in _NO_CONFIG}),
         "parameter_dtypes": _dtypes(model.named_parameters()),
         "buffer_dtypes": _dtypes(model.named_buffers()),
         "attention": _backend(modules),

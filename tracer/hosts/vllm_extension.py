@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from tracer.errors import Code, UsageError
+from tracer.format.dumps import read_plan
 from tracer.hosts.vllm import create
 from tracer.hosts.vllm_loading import watch_loading
-from tracer.record.capture import Trace, TraceOptions
+from tracer.record.capture import Trace
+from tracer.record.dumping import MAX_DUMP_BYTES
+from tracer.record.options import TraceOptions
 from tracer.record.remote import TraceServer
 
 __all__ = ["TracerWorkerExtension"]
@@ -44,12 +47,27 @@ class TracerWorkerExtension:
         tokens: list[int] | None = None,
         weights: str | bool | None = "digest",
         steps: int | None = None,
+        dump: list[str] | None = None,
+        max_dump_bytes: int = MAX_DUMP_BYTES,
+        plan: str | None = None,
+        perturb_ulps: int = 0,
     ) -> str:
         """Record from the next step on, ``steps`` steps (None: until ``tracer_stop``). The arguments are those of
-        ``tracer.trace``. Returns the trace's folder. Raises what ``trace`` raises."""
+        ``tracer.trace`` (``TRACER_PLAN`` is not looked at). Returns the trace's folder. Raises what ``trace`` raises."""
         if self._tracer_steps is not None and self._tracer_steps.running:
             raise UsageError(Code.BAD_ARGUMENT, "this worker is recording already", remedy="call tracer_stop first")
-        options = TraceOptions(map, out, level, boundaries, tokens, weights)
+        options = TraceOptions(
+            map=map,
+            out=out,
+            level=level,
+            boundaries=boundaries,
+            tokens=tokens,
+            weights=weights,
+            dump=dump,
+            max_dump_bytes=max_dump_bytes,
+            plan=None if plan is None else read_plan(plan),
+            perturb_ulps=perturb_ulps,
+        )
         trace = Trace(create(self.model_runner, None), options, sys.modules["tracer"].__version__)
         self._tracer_steps = _Steps(trace, self.model_runner, steps)
         return str(trace.path)

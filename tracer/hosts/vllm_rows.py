@@ -162,16 +162,12 @@ class RequestTracker:
     def _name_new(self, new: list[str], batch: Batch, states: Mapping[str, Any], registry: SequenceRegistry) -> None:
         """Open the sequences of requests seen for the first time, in batch order. The user's names wait for their requests,
         which may come over several steps."""
-        names = list(registry.unused_requests())
-        given, left = names[: len(new)], names[len(new) :]
-        if given:
-            registry.name_requests(left)
-        for n, name in enumerate(new):
+        for name, given in zip(new, registry.take_first_requests(len(new)), strict=True):
             state = states[name]
             label = _SUFFIX.sub("", name)
             if registry.index(label, self.scope) is not None:
                 label = name
-            sequence = registry.open(label, request=given[n] if n < len(given) else "", scope=self.scope, salt=_salt(state))
+            sequence = registry.open(label, request=given, scope=self.scope, salt=_salt(state))
             entered = int(batch.computed_R[batch.requests.index(name)])
             self._requests[name] = _Request(sequence, label, state, state.num_prompt_tokens, entered, name in self._running)
 

@@ -180,9 +180,7 @@ def with_later_uses(catalogue: Sequence[Boundary], uses: Mapping[str, Iterable[i
             msgspec.structs.replace(
                 boundary,
                 name=later_use(boundary.name, use),
-                inputs=tuple(
-                    dict.fromkeys(later_use(source, use) if source in names else entry for source in boundary.inputs or (entry,))
-                ),
+                inputs=tuple(dict.fromkeys(later_use(source, use) if source in names else entry for source in boundary.inputs or (entry,))),
             )
             for boundary in again
         ]

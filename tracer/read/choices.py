@@ -1,7 +1,7 @@
 """Discrete boundaries that differ: what was flipped, by how much it was decided, and whether it is a cause.
 
-Scores come back exactly from the sketch where the scoring row has at most 16 columns: each column then has a bucket
-of its own. Shape suffixes: D differing rows, C ids per row, E scores per row.
+Scores come from dumps, or exactly from the sketch where the scoring row has at most 16 columns: each column then has a
+bucket of its own. Shape suffixes: D differing rows, C ids per row, E scores per row.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tracer.format.fingerprint_plan import GROUP, sketch_buckets, sketch_signs
+from tracer.format.dtypes import decode_to_float32
+from tracer.format.fingerprint_plan import GROUP
 from tracer.read.compare import Comparison
+from tracer.read.dumped import DumpedBoundary
 from tracer.read.logical import LogicalBoundary
+from tracer.read.matched import dumped_lines, exact_scores
 from tracer.read.wording import count
 
-__all__ = ["ChoiceReport", "describe_choices", "scores_of_rows", "ulps_between"]
+__all__ = ["MANTISSA_BITS", "ChoiceReport", "describe_choices", "scores_of_rows", "ulps_between"]
 
 I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
@@ -24,7 +27,7 @@ F64 = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 _CHUNK = 4096
-_MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23}
+MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23}
 """Of the dtypes whose scores a float32 sketch holds exactly, coarse first."""
 _SMALLEST_EXPONENT = {"bfloat16": -126, "float16": -14, "float32": -126}
 
@@ -35,7 +38,8 @@ class ChoiceReport:
 
     ``tokens``: rows with another set of ids. ``reordered``: rows whose sets are equal. ``ties``: rows decided by a gap of
     exactly 0 on both sides. ``largest_gap_ulps``: of the other rows, on the side where it was closer, in the coarser of the two
-    dtypes; None where no gap is known. ``unknown``: why not.
+    dtypes; None where no gap is known. ``unknown``: why not, or of how many tokens. ``largest_change_ulps``: how far the scores
+    involved differ between the sides: a gap within it is a choice that follows from the scores.
     ``not_top_a``, ``not_top_b``: rows whose ids are not the highest of their own side's scores."""
 
     tokens: int
@@ -43,6 +47,7 @@ class ChoiceReport:
     ties: int = 0
     largest_gap_ulps: float | None = None
     unknown: str = ""
+    largest_change_ulps: float | None = None
     not_top_a: int = 0
     not_top_b: int = 0
 
@@ -57,6 +62,8 @@ class ChoiceReport:
             parts.append(f"{self.ties} of them ties (score gap 0 ulps)")
         if self.largest_gap_ulps is not None:
             parts.append(f"largest score gap {self.largest_gap_ulps:.3g} ulps")
+        if self.largest_change_ulps:
+            parts.append(f"scores differ by up to {self.largest_change_ulps:.3g} ulps between the sides")
         if self.unknown:
             parts.append(f"score gap unknown ({self.unknown})")
         for side, wrong in (("A", self.not_top_a), ("B", self.not_top_b)):
@@ -65,28 +72,35 @@ class ChoiceReport:
         return ", ".join(parts)
 
 
-def scores_of_rows(boundary: LogicalBoundary, rows: I64) -> F32 | None:
-    """The scores themselves, (D, E) float32, as far as the sketch gives them back: at most 16 columns, all finite."""
-    statistics = boundary.load_statistics() if boundary.width <= GROUP and not boundary.partial_axis else None
-    if statistics is None or statistics.nonfinite_R[rows].any():
+def scores_of_rows(boundary: LogicalBoundary, rows: I64, dumped: DumpedBoundary | None = None) -> F32 | None:
+    """The scores themselves, (D, E) float32: out of the sketch where that holds them (at most 16 columns), else as dumped, NaN in
+    rows that were not. None where nothing holds them, or where any is not finite."""
+    if boundary.width <= GROUP:
+        statistics = boundary.load_statistics()
+        return None if statistics is None or statistics.nonfinite_R[rows].any() else exact_scores(boundary, statistics, rows)
+    if dumped is None or dumped.width != boundary.width:
         return None
-    columns = np.arange(boundary.width)
-    scores: F32 = statistics.sketch_R16[rows][:, sketch_buckets(columns)] * sketch_signs(columns)
-    return scores
+    lines = dumped_lines(dumped, boundary, rows)
+    scores = np.full((len(rows), boundary.width), np.nan, np.float32)
+    held = lines >= 0
+    scores[held] = decode_to_float32(dumped.raw_RB[lines[held]], dumped.dtype).reshape(-1, boundary.width)
+    return scores if np.isfinite(scores[held]).all() else None
 
 
 def ulps_between(x: F64, y: F64, dtype: str) -> F64:
     """``x - y`` in units in the last place of the larger of the two, as that dtype has them; exact where they are neighbours."""
     with np.errstate(divide="ignore"):
         exponent = np.floor(np.log2(np.maximum(np.abs(x), np.abs(y))))
-    unit = np.exp2(np.maximum(exponent, _SMALLEST_EXPONENT[dtype]) - _MANTISSA_BITS[dtype])
+    unit = np.exp2(np.maximum(exponent, _SMALLEST_EXPONENT[dtype]) - MANTISSA_BITS[dtype])
     ulps: F64 = (x - y) / unit
     return ulps
 
 
-def describe_choices(choice: Comparison, scores: Comparison | None) -> ChoiceReport | None:
+def describe_choices(
+    choice: Comparison, scores: Comparison | None, dumps: tuple[DumpedBoundary, DumpedBoundary] | None = None
+) -> ChoiceReport | None:
     """Describe the rows of a discrete boundary that differ; None where it keeps no ids. ``scores``: the comparison of the
-    boundary they were chosen by, None where it was not compared."""
+    boundary they were chosen by, None where it was not compared. ``dumps``: its raw values on both sides."""
     if choice.values is None:
         return None
     ids_a, ids_b = choice.values
@@ -98,17 +112,30 @@ def describe_choices(choice: Comparison, scores: Comparison | None) -> ChoiceRep
         return report
     if scores is None:
         return _unknown(report, "the scores were not recorded")
-    if scores.a.width > GROUP:
+    if scores.a.width > GROUP and dumps is None:
         return _unknown(report, f"{scores.a.width} scores per row: more than a sketch tells apart")
     token_F = choice.token_R[choice.differing[flipped]]
     at = np.minimum(np.searchsorted(scores.token_R, token_F), max(len(scores) - 1, 0))
     if not len(scores) or (scores.token_R[at] != token_F).any():
         return _unknown(report, "the scores of these tokens were not compared")
     rows_a, rows_b = scores.sides(at)
-    dtype = next((name for name in _MANTISSA_BITS if name in (scores.a.dtype, scores.b.dtype)), "")
-    gap_a = _gaps(scores.a, rows_a, dtype, ids_a[flipped], ids_b[flipped], kept_a[flipped], kept_b[flipped])
-    gap_b = _gaps(scores.b, rows_b, dtype, ids_b[flipped], ids_a[flipped], kept_b[flipped], kept_a[flipped])
-    if gap_a is None or gap_b is None:
+    dtype = next((name for name in MANTISSA_BITS if name in (scores.a.dtype, scores.b.dtype)), "")
+    held = dumps or (None, None)
+    scores_a = scores_of_rows(scores.a, rows_a, held[0]) if dtype else None
+    scores_b = scores_of_rows(scores.b, rows_b, held[1]) if dtype else None
+    ids_a, ids_b, kept_a, kept_b = ids_a[flipped], ids_b[flipped], kept_a[flipped], kept_b[flipped]
+    missing = ""
+    if scores_a is not None and scores_b is not None:
+        known = ~(np.isnan(scores_a).any(axis=1) | np.isnan(scores_b).any(axis=1))
+        if not known.any():
+            return _unknown(report, "the scores of these tokens were not dumped")
+        if not known.all():
+            missing = f"of {int((~known).sum())} tokens, whose scores were not dumped"
+            scores_a, scores_b = scores_a[known], scores_b[known]
+            ids_a, ids_b, kept_a, kept_b = ids_a[known], ids_b[known], kept_a[known], kept_b[known]
+    gap_a = _gaps(scores_a, dtype, ids_a, ids_b, kept_a, kept_b)
+    gap_b = _gaps(scores_b, dtype, ids_b, ids_a, kept_b, kept_a)
+    if gap_a is None or gap_b is None or scores_a is None or scores_b is None:
         return _unknown(report, "scores that are not finite, or of a dtype without ulps")
     if (gap_a < 0).any() and (gap_b < 0).any():
         return _unknown(report, "the recorded scores alone do not decide: a bias or groups do")
@@ -119,6 +146,8 @@ def describe_choices(choice: Comparison, scores: Comparison | None) -> ChoiceRep
         report.reordered,
         int(tie.sum()),
         float(wide.max()) if len(wide) else None,
+        missing,
+        _change(scores_a, scores_b, np.concatenate([ids_a, ids_b], axis=1), dtype),
         not_top_a=int((gap_a < 0).sum()),
         not_top_b=int((gap_b < 0).sum()),
     )
@@ -137,13 +166,19 @@ def _members(ids: I64, others: I64) -> Bools:
     return found
 
 
-def _gaps(boundary: LogicalBoundary, rows: I64, dtype: str, own: I64, other: I64, own_kept: Bools, other_kept: Bools) -> F64 | None:
+def _change(scores_a: F32, scores_b: F32, ids: I64, dtype: str) -> float:
+    """How far the scores of the ids that either side chose differ between the sides, in ulps."""
+    x, y = (np.take_along_axis(scores.astype(np.float64), ids, axis=1) for scores in (scores_a, scores_b))
+    moved = x != y
+    return float(np.abs(ulps_between(y[moved], x[moved], dtype)).max(initial=0.0))
+
+
+def _gaps(scores: F32 | None, dtype: str, own: I64, other: I64, own_kept: Bools, other_kept: Bools) -> F64 | None:
     """Per row, in ulps of ``dtype``: the lowest score of what only this side chose, less the highest of what only the other
     did. Negative where this side did not choose its highest scores."""
-    scores = scores_of_rows(boundary, rows) if dtype and boundary.dtype in _MANTISSA_BITS else None
     if scores is None or min(own.min(initial=0), other.min(initial=0)) < 0:
         return None
-    if max(own.max(initial=0), other.max(initial=0)) >= boundary.width:
+    if max(own.max(initial=0), other.max(initial=0)) >= scores.shape[1]:
         return None
     exact = scores.astype(np.float64)
     chosen = np.where(own_kept, np.inf, np.take_along_axis(exact, own, axis=1)).min(axis=1)

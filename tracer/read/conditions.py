@@ -35,36 +35,39 @@ class Lead:
 
 @dataclass(frozen=True)
 class _Rule:
-    """Which conditions a lead is made of: ``component`` of the dotted name, and what the values of one side must be."""
+    """Which conditions a lead is made of: a component of the dotted name, and what the values of one side must be."""
 
     name: str
-    component: str
+    components: tuple[str, ...]
     speaks: Callable[[Any], bool]
     say: str
     klass: Class | None = None
 
 
 _RULES = (
-    _Rule("dropout", "dropout", lambda value: value not in (None, 0, 0.0, "unknown", ""), "has active dropout", Class.INPUT),
-    _Rule("training mode", "mode", lambda value: isinstance(value, str) and value not in ("eval", "unknown"), "is not in eval mode"),
-    _Rule("quantization", "quantization", lambda value: value not in (None, "", "none", "unknown"), "declares quantization"),
+    _Rule("dropout", ("dropout",), lambda value: value not in (None, 0, 0.0, "unknown", ""), "has active dropout", Class.INPUT),
+    _Rule("training mode", ("mode",), lambda value: isinstance(value, str) and value not in ("eval", "unknown"), "is not in eval mode"),
+    _Rule(
+        "quantization", ("quantization", "quantization_config", "kv_cache_dtype"),
+        lambda value: value not in (None, "", "none", "unknown", "auto"), "declares quantization",
+    ),
 )
 
 
 def differing_conditions(a: LogicalTrace, b: LogicalTrace) -> dict[str, dict[str, Any]]:
     """Dotted name -> ``{"a": value, "b": value}``, for conditions that are not equal; ``unknown`` equals nothing but itself."""
     flat_a, flat_b = _flat(a), _flat(b)
+
+    def telling(name: str) -> tuple[bool, bool, bool, str]:
+        """Orders names: installed packages last, before them what one side alone has, the model and its mode first."""
+        top = name.partition(".")[0]
+        return top == "packages", name not in flat_a or name not in flat_b, top != "model", name
+
     return {
         name: {"a": flat_a.get(name), "b": flat_b.get(name)}
-        for name in sorted(flat_a.keys() | flat_b.keys(), key=_telling)
+        for name in sorted(flat_a.keys() | flat_b.keys(), key=telling)
         if flat_a.get(name) != flat_b.get(name) and VOLATILE.isdisjoint(name.lower().split("."))
     }
-
-
-def _telling(name: str) -> tuple[bool, bool, str]:
-    """Orders names: the model and its mode first, installed packages last."""
-    top = name.partition(".")[0]
-    return top == "packages", top != "model", name
 
 
 def leads(conditions: Mapping[str, Mapping[str, Any]]) -> list[Lead]:
@@ -74,7 +77,7 @@ def leads(conditions: Mapping[str, Mapping[str, Any]]) -> list[Lead]:
         for side, other in (("a", "b"), ("b", "a")):
             names = [
                 name for name, values in conditions.items()
-                if rule.component in name.split(".") and rule.speaks(values[side]) and not rule.speaks(values[other])
+                if not set(rule.components).isdisjoint(name.split(".")) and rule.speaks(values[side]) and not rule.speaks(values[other])
             ]  # fmt: skip
             if names:
                 shown = ", ".join(f"{name} = {conditions[name][side]}" for name in names[:3]) + (", ..." if len(names) > 3 else "")
@@ -94,8 +97,10 @@ def _flat(trace: LogicalTrace) -> dict[str, Any]:
 
 
 def flat_conditions(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested conditions as (dotted name, value), without what is None."""
-    if isinstance(value, Mapping):
+    """Nested conditions as (dotted name, value), without what is None. Values that differ by layer are one text."""
+    if isinstance(value, Mapping) and list(value) == ["by_index"]:
+        yield prefix, ", ".join(f"{one} in {places}" for one, places in value["by_index"].items())
+    elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from flat_conditions(item, f"{prefix}.{key}" if prefix else str(key))
     elif value is not None:

@@ -8,16 +8,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from tracer.read.absences import absent_boundary, missing_rows, token_findings
+from tracer.read.advice import classification, next_step
 from tracer.read.causes import Causes, Graph, find_causes, merge_catalogues
 from tracer.read.conditions import differing_conditions, leads
+from tracer.read.control import check_control
 from tracer.read.divergence import Candidate, Scene, boundary_findings, find_candidates, first_bitwise
+from tracer.read.dump_checks import check_dumps
+from tracer.read.dump_table import dump_lines, dump_ulps
+from tracer.read.dumped import DumpedBoundary, Dumps, read_dumps
+from tracer.read.evidence import Account, EvidenceGatherer
+from tracer.read.explain import Material
 from tracer.read.findings import (
     BoundaryOutcome,
     BoundaryResult,
@@ -34,13 +42,17 @@ from tracer.read.floor import SELF, Floors, Tolerance, measure_floors
 from tracer.read.logical import LogicalTrace
 from tracer.read.opening import Progress, TraceLike, opened, summarize
 from tracer.read.outcomes import Judged, cells_of, compare_all, judge, result_of
-from tracer.read.own_checks import covered, first_noise, sided
+from tracer.read.own_checks import covered, first_noise, sided, without_replaced
 from tracer.read.pairing import pair_sides
-from tracer.read.verdict import NOISE, Facts, classification, headline, next_step
+from tracer.read.token_map import draw_token_map
+from tracer.read.verdict import NOISE, Facts, headline
 from tracer.read.weight_diff import compare_weights, weight_findings
 from tracer.read.wording import count, row_text, sequence_name
 
 __all__ = ["diff_traces"]
+
+_ROOTS_EXPLAINED = 4
+"""Roots that are explained and classed, earliest first."""
 
 
 def diff_traces(
@@ -50,6 +62,7 @@ def diff_traces(
     floor_a: TraceLike | Iterable[TraceLike] = (),
     floor_b: TraceLike | Iterable[TraceLike] = (),
     floor: TraceLike | Iterable[TraceLike] = (),
+    control: tuple[TraceLike, TraceLike] | None = None,
     tolerance: Tolerance | None = None,
     progress: Progress | None = None,
 ) -> DiffResult:
@@ -57,13 +70,17 @@ def diff_traces(
 
     ``a``, ``b``: trace folders, or what ``open_trace`` returned. ``floor_a``, ``floor_b``: further traces of the same side,
     whose differences from it are its noise; ``floor``: the same, for the side with that host, mesh and weights, or ``"self"``
-    for each side's own siblings and repeats. ``tolerance``: a stated limit. Nothing on disk is changed.
+    for each side's own siblings and repeats. ``tolerance``: a stated limit. ``control``: the same pair traced in float32,
+    which tells an error from rounding. Dumps of both sides are found by themselves. Nothing on disk is changed.
 
     Raises ``UsageError`` (not-a-trace, bad-argument) and ``TraceFormatError`` for what cannot be read at all; everything
     else, incomplete sides included, is in the result.
     """
     side_a, side_b = opened(a, "A", progress), opened(b, "B", progress)
     findings = [*sided(side_a, Side.A), *sided(side_b, Side.B)]
+    dumps = read_dumps(side_a), read_dumps(side_b)
+    for held, side in zip(dumps, (Side.A, Side.B), strict=True):
+        findings += check_dumps(held, side)
     if any(finding.kind is Kind.UNREADABLE for finding in findings):
         return _unreadable(side_a, side_b, findings)
     named = _several(floor)
@@ -75,8 +92,13 @@ def diff_traces(
         floor=[opened(path, "floor", progress) for path in named if path != SELF],
         own=SELF in [path for path in named if isinstance(path, str)],
         tolerance=tolerance,
+        dumped=all(dumps),
     )
-    return _Comparing(side_a, side_b, floors, progress).result(findings)
+    pair = None
+    if control is not None:
+        pair = opened(control[0], "A32", progress), opened(control[1], "B32", progress)
+        check_control(pair, side_a, side_b)
+    return _Comparing(side_a, side_b, floors, dumps, pair, progress).result(findings)
 
 
 def _several(value: TraceLike | Iterable[TraceLike]) -> list[TraceLike]:
@@ -118,20 +140,33 @@ def _skipped(a: LogicalTrace, b: LogicalTrace) -> dict[str, int]:
 class _Comparing:
     """One comparison of two readable sides."""
 
-    def __init__(self, a: LogicalTrace, b: LogicalTrace, floors: Floors, progress: Progress | None) -> None:
-        self.a, self.b, self.floors = a, b, floors
+    def __init__(
+        self,
+        a: LogicalTrace,
+        b: LogicalTrace,
+        floors: Floors,
+        dumps: tuple[Dumps, Dumps],
+        control: tuple[LogicalTrace, LogicalTrace] | None,
+        progress: Progress | None,
+    ) -> None:
+        self.a, self.b, self.floors, self.control = a, b, floors, control
         self.catalogue = merge_catalogues(a.catalogue, b.catalogue)
         self.pairing = pair_sides(a, b)
+        self.dumps = dumps if all(dumps) else None
+        self.floors = replace(floors, row_ulps=self._row_ulps)
         self.judged = self._judge_all(progress)
         weights = compare_weights(a, b, self.catalogue)
         differing = [name for name, judged in self.judged.items() if name.startswith("input.") and judged.above_D.any()]
-        graph = Graph.of(self.catalogue, differing)
+        graph = Graph.of(without_replaced(self.catalogue, a, b), differing)
         causes = Causes()
         if any(judged.above_D.any() for judged in self.judged.values()):
             cells = {name: cell for name, judged in self.judged.items() if (cell := cells_of(judged, len(a.tokens))) is not None}
             causes = find_causes(graph, cells, a.tokens, [weight.name for weight in weights.differing])
         self.conditions = differing_conditions(a, b)
         self.scene = Scene(a, self.pairing, weights, graph, self.judged, causes, leads(self.conditions))
+        self.dump_lines = dump_lines(*self.dumps, self.pairing.tokens) if self.dumps is not None else ()
+        known = {info.name: info for info in self.catalogue}
+        self.material = Material(a, b, self.judged, self.conditions, self.dumps, known)
 
     def _judge_all(self, progress: Progress | None) -> dict[str, Judged]:
         comparisons = compare_all(self.a, self.b, self.pairing, [boundary.name for boundary in self.catalogue])
@@ -143,13 +178,23 @@ class _Comparing:
                 continue
             if progress is not None:
                 progress("comparing", done, len(self.catalogue))
-            found = judge(comparison, self.floors, comparisons.get(info.scores))
+            found = judge(comparison, self.floors, comparisons.get(info.scores), self._dumped(info.scores))
             found = missing_rows(found, self.a, self.b, self.pairing, chosen_K)
             if info.discrete and found.above_D.any():
                 chosen_K = np.zeros(len(self.a.tokens), np.bool_) if chosen_K is None else chosen_K
                 chosen_K[comparison.token_R[found.above]] = True
             judged[info.name] = found
         return judged
+
+    def _row_ulps(self, name: str) -> Mapping[tuple[int, int], float]:
+        held = self._dumped(name)
+        return {} if held is None else dump_ulps(*held, self.pairing.tokens)
+
+    def _dumped(self, name: str) -> tuple[DumpedBoundary, DumpedBoundary] | None:
+        """Raw values of a boundary on both sides."""
+        if self.dumps is None or not all(name in held.boundaries for held in self.dumps):
+            return None
+        return self.dumps[0].boundaries[name], self.dumps[1].boundaries[name]
 
     def result(self, findings: Sequence[Finding]) -> DiffResult:
         """Put everything together. ``findings``: of each side by itself."""
@@ -170,6 +215,10 @@ class _Comparing:
             first = Place(boundary=noise.boundary, request=noise.request, position=noise.position, side=noise.side, ranks=noise.ranks)
         if verdict is not Verdict.DIFFERENT:
             first = None
+        accounts = self._accounts([candidate for candidate in candidates if candidate.order < noise_at], results)
+        roots = [candidate.root for candidate in candidates if candidate.root is not None and candidate.order < noise_at]
+        explained = tuple(found for account in accounts for found in account.explanations)
+        earliest_account = accounts[0] if accounts else None
         facts = Facts(
             a=self.a,
             b=self.b,
@@ -179,30 +228,54 @@ class _Comparing:
             weights=scene.weights,
             results=results,
             findings=everything,
-            roots=[candidate.root for candidate in candidates if candidate.root is not None and candidate.order < noise_at],
+            roots=[*(account.root for account in accounts), *roots[len(accounts) :]],
+            explanations=explained,
             leads=scene.leads,
             first=first,
             first_bitwise=first_bitwise(scene) if self.floors.given else first,
             order=earliest.order if earliest is not None else -1.0,
             weight=earliest is not None and earliest.weight and noise is None,
             noise=noise,
+            classified=earliest_account.classification if earliest_account is not None else None,
+            dumped=first is not None and any(line.boundary == first.boundary and line.rows for line in self.dump_lines),
+            controlled=self.control is not None,
         )
+        classified = classification(facts)
         return DiffResult(
             exit=verdict.exit_code,
             verdict=verdict,
             headline=headline(facts),
             first=first,
             first_bitwise=facts.first_bitwise,
-            classification=classification(facts),
-            next_step=next_step(facts),
+            classification=classified,
+            next_step=classified.next_step if classified is not None else next_step(facts),
             roots=tuple(facts.roots),
+            explanations=explained,
+            dumps=self.dump_lines,
+            control=earliest_account.control if earliest_account is not None else None,
             findings=tuple(everything),
             boundaries=tuple(results),
             counts=self._counts(results),
             conditions=self.conditions,
+            token_map=draw_token_map(self.a, self.judged, scene.causes),
             a=summarize(self.a),
             b=summarize(self.b),
         )
+
+    def _accounts(self, candidates: Sequence[Candidate], results: Sequence[BoundaryResult]) -> list[Account]:
+        """The earliest roots, explained and classed."""
+        gatherer = EvidenceGatherer(self.scene, self.material, self.dump_lines, self.control)
+        accounts: list[Account] = []
+        for candidate in candidates:
+            if candidate.root is None:
+                continue
+            outcomes = [result.outcome for result in results[: max(0, int(candidate.order + 0.5))] if not result.name.startswith("input.")]
+            account = gatherer.account(candidate, outcomes)
+            assert account is not None
+            accounts.append(account)
+            if len(accounts) == _ROOTS_EXPLAINED:
+                break
+        return accounts
 
     def _covered(self, finding: Finding) -> Finding:
         judged = self.judged.get(finding.boundary)

@@ -17,16 +17,25 @@ __all__ = [
     "BoundaryResult",
     "Class",
     "Classification",
+    "Confidence",
+    "Control",
+    "ControlOutcome",
     "Counts",
     "DiffResult",
     "Distance",
+    "DumpLine",
+    "Explanation",
     "Finding",
     "FindingCode",
     "Kind",
+    "MapColumn",
+    "MapRow",
     "Place",
     "Root",
+    "Shape",
     "Side",
     "SideSummary",
+    "TokenMap",
     "Verdict",
 ]
 
@@ -104,6 +113,10 @@ class FindingCode(str, Enum):
     ONLY_BY_SKETCH = "only-by-sketch"
     NOT_OBSERVABLE = "not-observable"
     INTERVENTION = "intervention"
+    NOT_REPRODUCIBLE = "not-reproducible"
+    DUMP_ALTERED = "dump-altered"
+    DUMP_UNUSABLE = "dump-unusable"
+    DUMP_CAPPED = "dump-capped"
     NOTE = "note"
 
 
@@ -223,10 +236,132 @@ class Root(_Result, frozen=True, kw_only=True):
     text: str = ""
 
 
+class Shape(str, Enum):
+    """Shapes that a difference can have. Each is fitted on some rows and tested on others."""
+
+    ZERO = "zero"
+    """One side is all zero."""
+    SIGN = "sign"
+    CONSTANT_RATIO = "constant ratio"
+    CONSTANT_VECTOR = "constant vector"
+    """The same vector was added to every row."""
+    ROW_RATIO = "row ratio"
+    COLUMN_RATIO = "column ratio"
+    LOW_RANK = "low rank"
+    ONE_SIDED = "one-sided"
+    """No element of one side is larger, or its rows are shorter on average."""
+    LENGTH_KEPT = "length kept"
+    """Rows, or blocks of columns, keep their norms: a rotation or a permutation."""
+    COLUMNS_PERMUTED = "columns permuted"
+    ROWS_PERMUTED = "rows permuted"
+    TOKEN_SHIFT = "token shift"
+    OTHER_LAYER = "other layer"
+    """The rows of another layer of the other side."""
+    GRID = "grid"
+    """On the grid of a coarser dtype."""
+    SOME_COLUMNS = "some columns"
+    FIRST_TOKEN = "first token"
+    FROM_POSITION = "from position"
+    DOCUMENT = "document"
+    GROWS = "grows"
+    """The difference grows with the position."""
+    SOME_EXPERTS = "some experts"
+    SETTING = "setting"
+    """A scalar of the module that computes the boundary differs."""
+    WEIGHTS = "weights"
+    """What became of weights: tied or not, exchanged, the same rows in another order."""
+
+
+class Explanation(_Result, frozen=True, kw_only=True):
+    """A shape that the difference at one boundary has, found on some rows and tested on rows not used to find it."""
+
+    boundary: str
+    """Boundary, or semantic name of a weight."""
+    shape: Shape
+    text: str
+    """A clause for people, with its parameters: ``B is A times 1.4159``."""
+    parameters: dict[str, Any] = {}
+    source: str = "sketches"
+    """Where the rows came from: dumps, recorded values, sketches, digests, positions, conditions."""
+    rows_fitted: int = 0
+    rows_tested: int = 0
+    misfit: float | None = None
+    """Of the tested rows: what the shape leaves of the difference, 0 nothing, 1 all of it."""
+
+
+class DumpLine(_Result, frozen=True, kw_only=True):
+    """Raw values of one boundary on both sides, rows matched by token. Ratios of a zero norm are None: undefined."""
+
+    boundary: str
+    role: str
+    """input, output, or asked for."""
+    rows: int
+    columns: int
+    dtype_a: str
+    dtype_b: str
+    rows_differing: int = 0
+    finite_a: float = 1.0
+    """Share of values that are finite."""
+    finite_b: float = 1.0
+    max_abs: float | None = None
+    """Largest absolute difference; this and the following over values that are finite on both sides."""
+    mae: float | None = None
+    relative_l2: float | None = None
+    cosine: float | None = None
+    ulps: float | None = None
+    """Largest difference in units in the last place of the coarser of both dtypes, at the larger of both values."""
+    b_above: float | None = None
+    """Share of differing elements at which B is the larger."""
+    first_request: str = ""
+    first_position: int | None = None
+    first_expert: int | None = None
+    first_column: int | None = None
+    log_softmax: float | None = None
+    """Logits only: largest absolute difference of log-softmax, in nats."""
+    total_variation: float | None = None
+    """Logits only: largest total variation distance of a row's distribution."""
+    argmax_differs: int | None = None
+    """Logits only: rows with another argmax."""
+    text: str = ""
+
+
+class ControlOutcome(str, Enum):
+    """What a control pair in float32 says of a difference."""
+
+    SURVIVES = "survives"
+    """About as large in float32: it is no rounding."""
+    FALLS = "falls"
+    """Down to the rounding of float32."""
+    UNCLEAR = "unclear"
+
+
+class Control(_Result, frozen=True, kw_only=True):
+    """The first divergence, held against the same pair in float32."""
+
+    boundary: str
+    outcome: ControlOutcome
+    distance: float | None = None
+    """Largest relative distance of the same rows in float32."""
+    native: float | None = None
+    """The same of the two sides themselves."""
+    rows: int = 0
+    text: str
+
+
+class Confidence(str, Enum):
+    """How far the evidence of a class carries."""
+
+    HIGH = "high"
+    """Proven by a control or by an exact comparison."""
+    MEDIUM = "medium"
+    LOW = "low"
+
+
 class Classification(_Result, frozen=True, kw_only=True):
-    """The class of the earliest root, with what carries it."""
+    """The class of the earliest root, with what carries it. No evidence, no class: then ``unlocalized``."""
 
     klass: Class = msgspec.field(default=Class.UNLOCALIZED, name="class")
+    confidence: Confidence = Confidence.LOW
     evidence: tuple[str, ...] = ()
     not_proven: tuple[str, ...] = ()
     next_step: str = ""
@@ -253,6 +388,36 @@ class Counts(_Result, frozen=True, kw_only=True):
     """``a: last sampled token`` -> tokens."""
     skipped: dict[str, int] = {}
     """``a: padding`` -> rows."""
+
+
+class MapColumn(_Result, frozen=True, kw_only=True):
+    """A run of neighbouring tokens of side A, in its order: from (request, position) to (last_request, last_position), both included."""
+
+    request: str
+    position: int
+    last_request: str
+    last_position: int
+    tokens: int
+
+
+class MapRow(_Result, frozen=True, kw_only=True):
+    """One compared boundary over the columns of the map. The four tuples are parallel: the columns in which rows differ, how many
+    do, their largest relative distance (None: undefined, or no distance is kept; 0: below the sketch's resolution), and how many
+    are causal roots. In every other column all compared rows are bitwise equal, but for ``unseen``: nothing compared there."""
+
+    boundary: str
+    columns: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
+    largest: tuple[float | None, ...] = ()
+    roots: tuple[int, ...] = ()
+    unseen: tuple[int, ...] = ()
+
+
+class TokenMap(_Result, frozen=True, kw_only=True):
+    """Where in the model, and at which tokens, two sides differ: boundaries in causal order against tokens."""
+
+    columns: tuple[MapColumn, ...] = ()
+    rows: tuple[MapRow, ...] = ()
 
 
 class SideSummary(_Result, frozen=True, kw_only=True):
@@ -283,10 +448,18 @@ class DiffResult(_Result, frozen=True, kw_only=True):
     classification: Classification | None = None
     next_step: str = ""
     roots: tuple[Root, ...] = ()
+    explanations: tuple[Explanation, ...] = ()
+    """Shapes found at the first divergence and at further roots, in causal order, the telling ones first."""
+    dumps: tuple[DumpLine, ...] = ()
+    """Boundaries of which both sides hold raw values, in causal order."""
+    control: Control | None = None
+    """Where a control pair was given."""
     findings: tuple[Finding, ...] = ()
     boundaries: tuple[BoundaryResult, ...] = ()
     counts: Counts = Counts()
     conditions: dict[str, dict[str, Any]] = {}
     """Conditions that differ: name -> {"a": ..., "b": ...}."""
+    token_map: TokenMap = TokenMap()
+    """Bounded: however many tokens were compared, a few hundred columns at most."""
     a: SideSummary
     b: SideSummary

@@ -31,7 +31,8 @@ SELF = "self"
 class Tolerance(msgspec.Struct, frozen=True):
     """A stated limit, in place of a measured floor.
 
-    ``relative``: largest row distance that passes, as in ``Distance``. ``ulps``: needs dumps. ``per_boundary``:
+    ``relative``: largest row distance that passes, as in ``Distance``. ``ulps``: a row passes too if no element of it is
+    off by more, in the coarser of both dtypes; needs dumps, and holds for dumped rows only. ``per_boundary``:
     relative limits by boundary name or glob (``layers.*.attn.core``), the first match wins over ``relative``.
     Raises ``UsageError`` (bad-argument) on numbers that are negative or not finite.
     """
@@ -41,9 +42,14 @@ class Tolerance(msgspec.Struct, frozen=True):
     per_boundary: dict[str, float] = {}
 
     def __post_init__(self) -> None:
+        if not isinstance(self.per_boundary, Mapping):
+            expected, found = "limits by boundary: {'layers.*.attn.core': 1e-2}", repr(self.per_boundary)
+            raise UsageError(Code.BAD_ARGUMENT, "a tolerance cannot be read", where="per_boundary", expected=expected, found=found)
         for name, value in (("relative", self.relative), ("ulps", self.ulps), *self.per_boundary.items()):
-            if not math.isfinite(value) or value < 0:
-                raise UsageError(Code.BAD_ARGUMENT, "a tolerance must be a finite number, 0 or more", where=name, found=str(value))
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+            if not number or (name == "ulps" and value != int(value)):
+                expected = "a whole number, 0 or more" if name == "ulps" else "a finite number, 0 or more"
+                raise UsageError(Code.BAD_ARGUMENT, f"a tolerance must be {expected}", where=name, expected=expected, found=repr(value))
 
     def at(self, boundary: str) -> float:
         """Relative limit at one boundary."""
@@ -77,10 +83,12 @@ def parse_tolerance(text: str) -> Tolerance:
 @dataclass(frozen=True)
 class Floors:
     """What rows are held against. ``by_boundary``: measured floors; a boundary that is not in it has none.
-    ``own``: siblings and repeats of each side are part of the floor."""
+    ``own``: siblings and repeats of each side are part of the floor. ``row_ulps``: of a boundary, (token of A, expert or -1) ->
+    largest difference in ulps, for dumped rows."""
 
     by_boundary: Mapping[str, float] = field(default_factory=dict)
     tolerance: Tolerance | None = None
+    row_ulps: Callable[[str], Mapping[tuple[int, int], float]] = lambda boundary: {}
     measured: bool = False
     own: bool = False
 
@@ -111,9 +119,20 @@ class Floors:
         limit = self.limit(name) if comparison.values is None else 2 * self.by_boundary.get(name, 0.0)
         if comparison.method is Method.SKETCH:
             limit = max(limit, SKETCH_RESOLUTION)
-        if limit == 0:
-            return np.ones(count, np.bool_)
-        return ~(comparison.distance_D <= limit) | comparison.nonfinite_differs_D
+        above = np.ones(count, np.bool_)
+        if limit > 0:
+            above = ~(comparison.distance_D <= limit) | comparison.nonfinite_differs_D
+        if self.tolerance is not None and self.tolerance.ulps and comparison.values is None and above.any():
+            above &= ~self._within_ulps(comparison, self.tolerance.ulps)
+        return above
+
+    def _within_ulps(self, comparison: Comparison, most: int) -> npt.NDArray[np.bool_]:
+        """Which differing pairs were dumped and are off by no more ulps than that."""
+        known = self.row_ulps(comparison.name)
+        token_D = comparison.token_R[comparison.differing].tolist()
+        expert_R = comparison.a.expert_R
+        expert_D = [-1] * len(token_D) if expert_R is None else expert_R[comparison.sides(comparison.differing)[0]].tolist()
+        return np.array([known.get(row, math.inf) <= most for row in zip(token_D, expert_D, strict=True)], np.bool_)
 
 
 def measure_floors(
@@ -125,17 +144,19 @@ def measure_floors(
     floor: Iterable[LogicalTrace] = (),
     own: bool = False,
     tolerance: Tolerance | None = None,
+    dumped: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Floors:
-    """Measure what was given as floor. Floor traces are of one side: the same host and weights.
+    """Measure what was given as floor. Floor traces are of one side: the same host and weights. ``dumped``: both sides hold raw
+    values of some rows.
 
-    Raises ``UsageError`` (bad-argument): a tolerance in ulps (dumps are needed), a floor trace of another side or for
+    Raises ``UsageError`` (bad-argument): a tolerance in ulps without dumps, a floor trace of another side or for
     both, one that is incomplete or shares no token with its side.
     """
-    if tolerance is not None and tolerance.ulps:
+    if tolerance is not None and tolerance.ulps and not dumped:
         raise UsageError(
             Code.BAD_ARGUMENT, "a tolerance in ulps needs the raw values of the rows", expected="dumps on both sides",
-            found="fingerprints only", remedy="use relative=, or a floor trace",
+            found="fingerprints only", remedy="make a plan (tracer diff A B --plan FILE) and run both sides with it",
         )  # fmt: skip
     pairs = [(a, trace, "--floor-a") for trace in floor_a] + [(b, trace, "--floor-b") for trace in floor_b]
     pairs += [(_side_of(trace, a, b), trace, "--floor") for trace in floor]

@@ -100,9 +100,7 @@ def make_join(tracks: Sequence[Track], token_P: I64, expert_bits: int, coordinat
     sighting_M = tracks[0].roll.sighting_N
     if len(rolls) > 1:
         sighting_M = np.unique(np.concatenate([roll.sighting_N for roll in rolls.values()]))
-    into = {
-        key: None if len(roll) == len(sighting_M) else np.searchsorted(sighting_M, roll.sighting_N) for key, roll in rolls.items()
-    }
+    into = {key: None if len(roll) == len(sighting_M) else np.searchsorted(sighting_M, roll.sighting_N) for key, roll in rolls.items()}
     provides, repeats, twins, copies, signature_M = _who_gives_what(tracks, into, len(sighting_M))
     faults, good_M = _find_faults(tracks, sighting_M, signature_M, coordinates, width)
     if faults:
@@ -138,9 +136,7 @@ def make_join(tracks: Sequence[Track], token_P: I64, expert_bits: int, coordinat
     )
 
 
-def _find_faults(
-    tracks: Sequence[Track], sighting_M: I64, signature_M: U64, coordinates: int, width: int
-) -> tuple[list[Fault], Bools]:
+def _find_faults(tracks: Sequence[Track], sighting_M: I64, signature_M: U64, coordinates: int, width: int) -> tuple[list[Fault], Bools]:
     """Sightings that are not whole, by what they lack, and a mask of the others."""
     faults: list[Fault] = []
     good_M = np.ones(len(sighting_M), np.bool_)

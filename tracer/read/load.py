@@ -15,6 +15,7 @@ import msgspec
 
 from tracer.errors import Code, TraceFormatError, UsageError
 from tracer.format.container import checksum
+from tracer.format.dumps import DUMPS_FOLDER, read_dump
 from tracer.format.schema import MANIFEST_NAME, Boundary, Manifest, shard_name
 from tracer.format.store_read import Shard, inspect_shard, manifest_files, read_manifest, shard_paths
 from tracer.read.findings import Finding, FindingCode, Kind
@@ -96,7 +97,7 @@ def verify_trace(path: str | os.PathLike[str], *, progress: Progress | None = No
     shards, size = _inspect(root, True, progress)
     problems = [_problem(error) for shard in shards if (shard.path / MANIFEST_NAME).exists() for error in shard.problems]
     whole = [shard for shard in shards if shard.manifest is not None and not shard.problems]
-    problems += [_problem(error) for shard in whole for error in _count_problems(shard)]
+    problems += [_problem(error) for shard in whole for error in (*_count_problems(shard), *_dump_problems(root, shard))]
     trace = _assemble(root, shards)
     segments = [segment for shard in shards for segment in shard.segments]
     return VerifyReport(
@@ -104,8 +105,9 @@ def verify_trace(path: str | os.PathLike[str], *, progress: Progress | None = No
         run_id=trace.run_id,
         world_size=trace.world_size,
         shards=len(trace.shards),
-        files=sum(len(shard.segments) + (shard.weight_rows is not None) + (shard.manifest is not None) for shard in shards),
-        bytes=size,
+        files=sum(len(shard.segments) + (shard.weight_rows is not None) for shard in shards)
+        + sum(1 + len(shard.manifest.dumps) for shard in shards if shard.manifest is not None),
+        bytes=size + sum(info.size_bytes for shard in shards if shard.manifest is not None for info in shard.manifest.dumps),
         rows=sum(segment.file.lines["rows.sequence"] for segment in segments),
         fingerprints=sum(segment.file.lines["digest"] for segment in segments),
         problems=tuple(problems),
@@ -210,6 +212,24 @@ def _count_problems(shard: Shard) -> Iterable[TraceFormatError]:
             )
 
 
+def _dump_problems(root: Path, shard: Shard) -> Iterable[TraceFormatError]:
+    """Dumps that are not as they were written, or whose rows do not have the digests recorded with them."""
+    assert shard.manifest is not None
+    for info in shard.manifest.dumps:
+        path = root / DUMPS_FOLDER / info.file
+        try:
+            altered = {rows.block.boundary: int(rows.altered().sum()) for rows in read_dump(path, info)}
+        except TraceFormatError as error:
+            yield error
+            continue
+        for name, count in altered.items():
+            if count:
+                found = f"{count} rows"
+                yield TraceFormatError(
+                    Code.CHECKSUM_MISMATCH, f"rows of {name} do not have the digest recorded with them", where=str(path), found=found
+                )
+
+
 def _assemble(root: Path, shards: Sequence[Shard]) -> TraceFiles:
     """Shards in one trace, with findings about what is missing, doubled or does not belong."""
     findings: list[Finding] = []
@@ -267,15 +287,32 @@ def _unreadable(code: FindingCode, text: str, ranks: int | Sequence[int], remedy
 
 
 def _mixed(manifests: Sequence[Manifest]) -> Iterable[Finding]:
-    """Shards that are not of the run, or not of the world, that the first shard is of."""
-    for manifest in manifests[1:]:
+    """Shards that are not of the run, the world or the mesh that the first shard is of, or were not recorded alike: then a name
+    may not mean the same on both."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for manifest in manifests:
+        first, text, remedy = manifests[0], "", "keep one run per folder"
         for what, found, wanted in (
-            ("run", manifest.run_id, manifests[0].run_id),
-            ("a world of size", str(manifest.world_size), str(manifests[0].world_size)),
+            ("run", manifest.run_id, first.run_id),
+            ("a world of size", str(manifest.world_size), str(first.world_size)),
         ):
             if found != wanted:
-                text = f"rank {manifest.rank} belongs to {what} {found}, rank {manifests[0].rank} to {what} {wanted}"
-                yield _unreadable(FindingCode.RUN_MIXED, text, manifest.rank, "keep one run per folder")
+                text = f"rank {manifest.rank} belongs to {what} {found}, rank {first.rank} to {what} {wanted}"
+                yield _unreadable(FindingCode.RUN_MIXED, text, manifest.rank, remedy)
+        remedy = "let every process run the same code, and record the run again"
+        for what, found, wanted in (
+            ("the boundary map", f"{manifest.map.family} ({manifest.map.digest})", f"{first.map.family} ({first.map.digest})"),
+            ("the host", manifest.host, first.host),
+            ("tracer", manifest.tracer, first.tracer),
+        ):
+            if found != wanted:
+                text = f"rank {manifest.rank} recorded with {what} {found}, rank {first.rank} with {wanted}"
+                yield _unreadable(FindingCode.RUN_MIXED, text, manifest.rank, remedy)
+        for axis in manifest.mesh:
+            size, rank = sizes.setdefault(axis.name, (axis.size, manifest.rank))
+            if axis.size != size:
+                text = f"axis {axis.name} has {axis.size} processes at rank {manifest.rank} and {size} at rank {rank}"
+                yield _unreadable(FindingCode.RUN_MIXED, text, manifest.rank, "give every process the same mesh")
 
 
 def _axis_strides(present: Sequence[Manifest], world_size: int) -> list[tuple[str, int, list[int]]]:

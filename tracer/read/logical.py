@@ -127,13 +127,14 @@ class LogicalBoundary:
 @dataclass(frozen=True)
 class LogicalTrace:
     """One side, ready to compare. ``boundaries``: stitched boundaries by name, in causal order, only those with
-    at least one execution. ``catalogue``: every boundary of the map, recorded or not, in causal order, merged over
-    shards; of a module that runs several times on the same rows of a forward, later uses are boundaries of their own,
-    ``name#2`` ... ``not_computed``: reason -> boundary name -> sorted token keys declared never computed; the empty name
-    stands for all boundaries except those of ``RowScope.NEXT``, which are listed by name. ``findings``: what is wrong with
-    the side by itself. ``noise``: siblings and repeats that disagree, per boundary: the largest distance between two
-    sightings of one row (what ``--floor self`` takes), NaN where it is undefined. ``load_weight_rows``: fingerprints of
-    every row of a weight, None unless recorded with ``weights="rows"``."""
+        at least one execution. ``catalogue``: every boundary of the map, recorded or not, in causal order, merged over
+        shards; of a module that runs several times on the same rows of a forward, later uses are boundaries of their own,
+        ``name#2`` ... ``not_computed``: reason -> boundary name -> sorted token keys declared never computed; the empty name
+        stands for all boundaries except those of ``RowScope.NEXT``, which are listed by name. ``findings``: what is wrong with
+        the side by itself. ``noise``: siblings and repeats that disagree, per boundary: the largest distance between two
+        sightings of one row (what ``--floor self`` takes), NaN where it is undefined. ``load_weight_rows``: fingerprints of
+        every row of a weight, None unless recorded with ``weights="rows"``. ``load_forwards``: the forward in which each token was
+    first computed, int64 (K,); None where nobody knows."""
 
     path: str
     manifests: tuple[Manifest, ...]
@@ -146,6 +147,7 @@ class LogicalTrace:
     noise: Mapping[str, float] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
     load_weight_rows: Callable[[str], Fingerprints | None] = field(default=lambda name: None)
+    load_forwards: Callable[[], I64 | None] = lambda: None
 
     def declared(self, boundary: str) -> dict[str, U64]:
         """Reason -> sorted keys of rows of this boundary that were declared never computed."""

@@ -16,6 +16,7 @@ from tracer.format.schema import RowScope
 from tracer.read.causes import Cells
 from tracer.read.choices import ChoiceReport, describe_choices
 from tracer.read.compare import SKETCH_RESOLUTION, Comparison, Method, compare_boundary, partial_rounding
+from tracer.read.dumped import DumpedBoundary
 from tracer.read.findings import BoundaryOutcome, BoundaryResult, Distance, Finding, FindingCode, Kind
 from tracer.read.floor import Floors
 from tracer.read.logical import LogicalTrace
@@ -72,8 +73,14 @@ def compare_all(a: LogicalTrace, b: LogicalTrace, pairing: Pairing, names: Itera
     }
 
 
-def judge(comparison: Comparison, floors: Floors, scores: Comparison | None = None) -> Judged:
-    """Measure the rows that differ and hold them against the floor. ``scores``: of a choice, what it was chosen by."""
+def judge(
+    comparison: Comparison,
+    floors: Floors,
+    scores: Comparison | None = None,
+    dumped_scores: tuple[DumpedBoundary, DumpedBoundary] | None = None,
+) -> Judged:
+    """Measure the rows that differ and hold them against the floor. ``scores``: of a choice, what it was chosen by;
+    ``dumped_scores``: the raw values of these on both sides."""
     if comparison.method is Method.NONE:
         return Judged(comparison, np.zeros(0, np.bool_), BoundaryOutcome.INCOMPARABLE, settled=False, text=comparison.reason)
     above_D = floors.above(comparison)
@@ -82,7 +89,7 @@ def judge(comparison: Comparison, floors: Floors, scores: Comparison | None = No
         outcome = BoundaryOutcome.DIFFERS if above_D.any() else BoundaryOutcome.WITHIN_FLOOR
         judged = replace(judged, outcome=outcome, distance=_distance(comparison, above_D), text=_what_differs(comparison, above_D))
         if comparison.a.info.discrete or comparison.b.info.discrete:
-            judged = replace(judged, choice=describe_choices(comparison, scores))
+            judged = replace(judged, choice=describe_choices(comparison, scores, dumped_scores))
     if comparison.method is Method.SKETCH:
         judged = _dtype(judged, floors) if comparison.dtype_differs else _partial(judged, floors)
     elif comparison.method is Method.PARTS:

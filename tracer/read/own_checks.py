@@ -14,16 +14,32 @@ from tracer.read.findings import Finding, FindingCode, Kind, Side
 from tracer.read.floor import Floors
 from tracer.read.logical import LogicalTrace
 
-__all__ = ["covered", "first_noise", "sided"]
+__all__ = ["covered", "first_noise", "sided", "without_replaced"]
 
 
 def sided(trace: LogicalTrace, side: Side) -> list[Finding]:
     """The side's own findings, told which side it is, and what was done to it on purpose."""
     findings = [msgspec.structs.replace(finding, side=side) for finding in trace.findings]
     for intervention in dict.fromkeys(name for manifest in trace.manifests for name in manifest.interventions):
-        text = f"{side.value.upper()} was recorded with {intervention}: diagnosis, not a fix"
-        findings.append(Finding(code=FindingCode.INTERVENTION, kind=Kind.INFORMATION, side=side, text=text))
+        text = f"INTERVENTION: {side.value.upper()} was recorded with {intervention}: diagnosis, not a fix"
+        remedy = "compare runs without interventions to see whether they agree"
+        findings.append(Finding(code=FindingCode.INTERVENTION, kind=Kind.ABSENCE, side=side, text=text, remedy=remedy))
     return findings
+
+
+def without_replaced(catalogue: Sequence[Boundary], a: LogicalTrace, b: LogicalTrace) -> list[Boundary]:
+    """The catalogue with every input left out that one side was given by the other (``feed=``): whatever was recorded of it, what
+    follows was computed from equal values."""
+    given = [
+        {name for manifest in own.manifests for name, run_id in manifest.replaced.items() if run_id == other.manifest.run_id}
+        for own, other in ((a, b), (b, a))
+        if other.manifests
+    ]
+    replaced = set().union(*given)
+    return [
+        msgspec.structs.replace(info, inputs=tuple(name for name in info.inputs if name not in replaced)) if replaced else info
+        for info in catalogue
+    ]
 
 
 def covered(finding: Finding, own: LogicalTrace, floors: Floors, comparison: Comparison | None) -> Finding:
@@ -33,6 +49,8 @@ def covered(finding: Finding, own: LogicalTrace, floors: Floors, comparison: Com
         case FindingCode.SIBLINGS_DISAGREE | FindingCode.REPEATS_DISAGREE:
             if floors.covers_noise(finding.boundary, own.noise.get(finding.boundary)):
                 return msgspec.structs.replace(finding, kind=Kind.INFORMATION, text=f"{finding.text}; within the floor")
+        case FindingCode.NOT_REPRODUCIBLE if floors.given:
+            return msgspec.structs.replace(finding, kind=Kind.INFORMATION, text=f"{finding.text}; a floor was given")
         case FindingCode.REPLICAS_DISAGREE:
             if comparison is not None and _adds_up(comparison, finding.side):
                 other = "A" if finding.side is Side.B else "B"

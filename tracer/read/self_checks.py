@@ -106,15 +106,17 @@ def _missing_ranks(scene: Scene, info: Boundary, fault: Fault, tracks: Listed[Tr
     sequence = int(scene.places.sequence_of(fault.code_F[:1] >> scene.places.expert_bits)[0])
     coordinates = {index for rows, _ in fault.coverage.missing for start, stop in rows for index in range(start, stop)}
     holders = {track.rank for track in tracks}
-    silent = []
+    silent, unselected = [], []
     for (rank, manifest), own in zip(scene.manifests.items(), scene.places.of_shard, strict=True):
         if rank in holders or sequence not in own or not _fits(manifest, axis, coordinates):
             continue
         status = next((known.status for known in manifest.boundaries if known.name == info.name), BoundaryStatus.RECORDED)
-        if status not in (BoundaryStatus.ELSEWHERE, BoundaryStatus.NOT_SELECTED):
+        if status is BoundaryStatus.NOT_SELECTED:
+            unselected.append(rank)
+        elif status is not BoundaryStatus.ELSEWHERE:
             silent.append(rank)
-    if silent:
-        return silent, "with no row of this boundary"
+    if silent or unselected:
+        return (silent, "with no row of this boundary") if silent else (unselected, "which did not select this boundary")
     partly = set()
     for rows, columns in fault.coverage.missing:
         for track in tracks:
@@ -259,9 +261,7 @@ def check_seen_again(
         distance_D = np.full(len(wrong), np.nan)
     else:
         x, y = (
-            Statistics(
-                statistics.sketch_R16[at], statistics.sum_squares_R[at], statistics.abs_max_R[at], statistics.nonfinite_R[at]
-            )
+            Statistics(statistics.sketch_R16[at], statistics.sum_squares_R[at], statistics.abs_max_R[at], statistics.nonfinite_R[at])
             for at in (join.first_A[wrong], join.again_A[wrong])
         )
         distance_D = row_distance(x, y)

@@ -98,7 +98,22 @@ def stitch(files: TraceFiles) -> LogicalTrace:
         noise=joiner.noise,
         findings=(*files.findings, *findings, *contradictions, *about, *weight_findings),
         load_weight_rows=weight_rows_loader(shards, weights),
+        load_forwards=lambda: _first_forwards(shards, places, tokens),
     )
+
+
+def _first_forwards(shards: Sequence[Shard], places: Places, tokens: Tokens) -> I64:
+    """Earliest forward of every token, int64 (K,): of the process that says the lowest."""
+    latest = np.iinfo(np.int64).max
+    forward_K = np.full(len(tokens.table), latest)
+    for number, shard in enumerate(shards):
+        for segment in shard.segments:
+            if segment.header.blocks:
+                token_R = tokens.token_P[places.row_codes(number, segment) >> places.expert_bits]
+                known = token_R >= 0
+                np.minimum.at(forward_K, token_R[known], segment.rows_forward[known].astype(np.int64))
+    forward_K[forward_K == latest] = -1  # only spoken of by the token before it
+    return forward_K
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,8 +214,7 @@ class _Joiner:
             return None
         axis, coordinates = next(iter(sizes), ("", 1))
         tracks, again = (
-            self._tracks([entry for entry in filled if entry.block.recompute == recompute], width, following)
-            for recompute in (False, True)
+            self._tracks([entry for entry in filled if entry.block.recompute == recompute], width, following) for recompute in (False, True)
         )
         if not tracks:
             return _empty(info)

@@ -132,8 +132,11 @@ def lay_out_places(shards: Sequence[Shard]) -> tuple[Places, list[Finding]]:
                     continue
                 if int(position_R.max()) >= _MOST_TOKENS or int(position_R.min()) < 0:
                     raise TraceFormatError(
-                        Code.SEGMENT_INVALID, f"{segment.path.name} holds a position that no sequence has", where=str(segment.path),
-                        expected=f"0 .. {_MOST_TOKENS - 1}", found=f"{position_R.min()} .. {position_R.max()}",
+                        Code.SEGMENT_INVALID,
+                        f"{segment.path.name} holds a position that no sequence has",
+                        where=str(segment.path),
+                        expected=f"0 .. {_MOST_TOKENS - 1}",
+                        found=f"{position_R.min()} .. {position_R.max()}",
                     )
                 runs = np.flatnonzero(np.diff(sequence_R, prepend=-1))  # few, unless every row is of another sequence than the one before
                 sequence_of_run = own_S[sequence_R[runs]]
@@ -147,8 +150,11 @@ def lay_out_places(shards: Sequence[Shard]) -> tuple[Places, list[Finding]]:
     expert_bits = int(most_experts).bit_length() if most_experts else 0
     if int(base_S1[-1]) << expert_bits >= 1 << PLACE_BITS:
         raise TraceFormatError(
-            Code.SEGMENT_INVALID, "more tokens and experts than a trace can hold", where=str(shards[0].path.parent),
-            expected=f"below 2^{PLACE_BITS}", found=f"{base_S1[-1]} tokens x {most_experts} experts",
+            Code.SEGMENT_INVALID,
+            "more tokens and experts than a trace can hold",
+            where=str(shards[0].path.parent),
+            expected=f"below 2^{PLACE_BITS}",
+            found=f"{base_S1[-1]} tokens x {most_experts} experts",
         )
     return Places(tuple(merged), base_S1, low_S, tuple(of_shard), expert_bits), findings
 

@@ -141,9 +141,7 @@ class Track:
 
     def statistic(self, name: str) -> Array:
         """``sketch``, ``sum_squares``, ``abs_max`` or ``nonfinite`` of every row, in recorded order."""
-        return _joined(
-            [getattr(segment, name)[block.stats_start : block.stats_start + block.row_count] for segment, block in self.pieces]
-        )
+        return _joined([segment.block_statistic(block, name) for segment, block in self.pieces])
 
     def values(self, width: int) -> I64:
         """Raw values in their logical columns, int64 (N, width), 0 where not held."""

@@ -1,4 +1,4 @@
-"""The one line, the class and the next step of a comparison: from what was found to what is said.
+"""The one line of a comparison: from what was found to what is said.
 
 Weak words where nothing strong is proven: without a floor a value difference is marked as "bitwise".
 """
@@ -14,6 +14,8 @@ from tracer.read.findings import (
     BoundaryResult,
     Class,
     Classification,
+    Confidence,
+    Explanation,
     Finding,
     FindingCode,
     Kind,
@@ -26,12 +28,18 @@ from tracer.read.floor import Floors
 from tracer.read.logical import LogicalTrace
 from tracer.read.pairing import Pairing
 from tracer.read.weight_diff import WeightComparison
-from tracer.read.wording import count, place_text, row_text, short
+from tracer.read.wording import count, place_text, row_text
 
-__all__ = ["NOISE", "Facts", "classification", "headline", "next_step"]
+__all__ = ["NOISE", "Facts", "headline", "names_text", "noise_line"]
 
 NOISE = frozenset(
-    {FindingCode.REPLICAS_DISAGREE, FindingCode.RECOMPUTE_DISAGREES, FindingCode.REPEATS_DISAGREE, FindingCode.SIBLINGS_DISAGREE}
+    {
+        FindingCode.REPLICAS_DISAGREE,
+        FindingCode.RECOMPUTE_DISAGREES,
+        FindingCode.REPEATS_DISAGREE,
+        FindingCode.SIBLINGS_DISAGREE,
+        FindingCode.NOT_REPRODUCIBLE,
+    }
 )
 """A side that disagrees with itself."""
 
@@ -42,7 +50,8 @@ _EARLIER_NAMED = 3
 class Facts:
     """Everything that was found. ``first``: where the sides part, None where they do not; ``order``: its place in the causal
     order (a weight stands half a step before its boundary). ``weight``: ``first`` is a weight. ``noise``: the finding that a
-    side disagrees with itself, which comes before anything about the other side."""
+    side disagrees with itself, which comes before anything about the other side. ``classified``: class and evidence of the earliest
+    root. ``dumped``, ``controlled``: raw values of the first divergence, and a control pair, were there."""
 
     a: LogicalTrace
     b: LogicalTrace
@@ -53,12 +62,16 @@ class Facts:
     results: Sequence[BoundaryResult]
     findings: Sequence[Finding]
     roots: Sequence[Root]
+    explanations: Sequence[Explanation]
     leads: Sequence[Lead]
     first: Place | None = None
     first_bitwise: Place | None = None
     order: float = -1.0
     weight: bool = False
     noise: Finding | None = None
+    classified: Classification | None = None
+    dumped: bool = False
+    controlled: bool = False
 
     @property
     def root(self) -> Root | None:
@@ -80,8 +93,14 @@ class Facts:
 
 def headline(facts: Facts) -> str:
     """The line a tired person reads."""
+    line = _line(facts)
+    interventions = [finding for finding in facts.findings if finding.code is FindingCode.INTERVENTION]
+    return f"{line} [under INTERVENTION]" if interventions and "INTERVENTION" not in line else line
+
+
+def _line(facts: Facts) -> str:
     if facts.noise is not None and facts.verdict is Verdict.DIFFERENT:
-        return _noise_line(facts.noise)
+        return noise_line(facts.noise)
     if facts.verdict is Verdict.DIFFERENT:
         return _different_line(facts)
     if facts.verdict is Verdict.SAME:
@@ -93,12 +112,13 @@ def _side(side: Side) -> str:
     return {Side.A: "Side A", Side.B: "Side B", Side.BOTH: "Both sides"}[side]
 
 
-def _noise_line(noise: Finding) -> str:
+def noise_line(noise: Finding) -> str:
     what = {
         FindingCode.REPLICAS_DISAGREE: "replicas",
         FindingCode.RECOMPUTE_DISAGREES: "recompute",
         FindingCode.REPEATS_DISAGREE: "repeats",
         FindingCode.SIBLINGS_DISAGREE: "siblings",
+        FindingCode.NOT_REPRODUCIBLE: "two runs",
     }[noise.code]
     where = noise.boundary + (f", {row_text(noise.request, noise.position)}" if noise.position is not None else "")
     return f"{_side(noise.side)} disagrees with itself: {what} at {where} ({noise.text})"
@@ -119,14 +139,18 @@ def _different_line(facts: Facts) -> str:
     parts = _earlier_parts(facts)
     root = facts.root
     if root is not None and root.between:
-        parts.insert(0, f"between {_names(root.between)} and here: what lies between was not compared")
+        parts.insert(0, f"between {names_text(root.between)} and here: what lies between was not compared")
     if root is not None and root.klass is Class.DISCRETE and root.text:
         parts.insert(0, root.text)
     elif result is not None and result.text and (root is None or _says_more(result)):
         parts.insert(0, result.text)
-    strong = facts.floors.given or (root is not None and root.klass is not Class.UNLOCALIZED)
-    if not strong:
+    sure = facts.classified is not None and facts.classified.confidence is Confidence.HIGH
+    if not (facts.floors.given or (root is not None and root.klass is not Class.UNLOCALIZED and sure)):
         parts.append("bitwise: no floor was given")
+    elif facts.floors.given and facts.first_bitwise is not None:
+        limit = "floor" if facts.floors.measured else "tolerance"
+        same = facts.first_bitwise == first
+        parts.append(f"above the {limit}; first bitwise {'here too' if same else f'at {place_text(facts.first_bitwise)}'}")
     dtype_only = first.position is None and result is not None and result.dtype_a != result.dtype_b
     where = f"another dtype at {first.boundary}" if dtype_only else place_text(first)
     return f"First divergence: {where} ({', '.join(parts)})"
@@ -137,7 +161,7 @@ def _says_more(result: BoundaryResult) -> bool:
     return result.outcome is BoundaryOutcome.HEALS or result.dtype_a != result.dtype_b
 
 
-def _names(names: Sequence[str]) -> str:
+def names_text(names: Sequence[str]) -> str:
     shown = list(names[:_EARLIER_NAMED])
     return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")
 
@@ -150,7 +174,7 @@ def _earlier_parts(facts: Facts) -> list[str]:
     parts = []
     if gone:
         what = "missing" if gone[0].outcome is BoundaryOutcome.MISSING else "incomparable"
-        parts.append(f"the first divergence may be earlier: {_names([result.name for result in gone])} {what}")
+        parts.append(f"the first divergence may be earlier: {names_text([result.name for result in gone])} {what}")
     unseen = [result for result in earlier if result.outcome in (BoundaryOutcome.NOT_RECORDED, BoundaryOutcome.NOT_OBSERVABLE)]
     by_sketch = [result for result in compared if result.outcome is BoundaryOutcome.BY_SKETCH]
     within = [result for result in compared if result.outcome is BoundaryOutcome.WITHIN_FLOOR]
@@ -176,15 +200,16 @@ def _inputs_and_weights(facts: Facts) -> list[str]:
     equal_weights = weights.compared > 0 and not weights.unknown and not weights.missing and not earlier
     if changed:
         return [*(["inputs identical"] if equal_inputs else []), f"weights of {' and '.join(changed)} changed while recorded"]
+    which = "weights" if not weights.differing else "the weights up to here"
     if equal_inputs and equal_weights:
-        return ["inputs and weights identical" if not weights.differing else "inputs and the weights up to here identical"]
+        return [f"inputs and {which} identical"]
     parts = ["inputs identical"] if equal_inputs else [] if inputs else ["inputs not recorded"]
     if not weights.compared:
         parts.append("weights not recorded")
     elif equal_weights:
-        parts.append("weights identical")
+        parts.append(f"{which} identical")
     elif not earlier:
-        parts.append(f"weights identical as far as known ({count(len(weights.unknown) + len(weights.missing), 'weight')} not)")
+        parts.append(f"{which} identical as far as known ({count(len(weights.unknown) + len(weights.missing), 'weight')} not)")
     return parts
 
 
@@ -227,7 +252,7 @@ def declared_notes(facts: Facts) -> list[str]:
             said.setdefault(finding.text, []).append(finding)
     for text, findings in said.items():
         names = [finding.boundary for finding in findings]
-        notes.append(f"at {_names(names)}: {text}")
+        notes.append(f"at {names_text(names)}: {text}")
     return notes
 
 
@@ -247,112 +272,3 @@ def _open_line(facts: Facts) -> str:
     elif compared and not any(result.rows_above_floor for result in compared):
         line += "; nothing compared is proven different"
     return line
-
-
-# ---------------------------------------------------------------- the class
-
-
-def classification(facts: Facts) -> Classification | None:
-    """The class of the earliest root with what carries it; None where nothing differs."""
-    if facts.verdict is not Verdict.DIFFERENT:
-        return None
-    step = next_step(facts)
-    if facts.noise is not None:
-        leads = [lead for lead in facts.leads if lead.klass is not None]
-        klass = next((lead.klass for lead in leads if lead.klass is not None), Class.UNLOCALIZED)
-        return Classification(
-            klass=klass,
-            evidence=(_noise_line(facts.noise), *(lead.text for lead in facts.leads)),
-            not_proven=("anything about the other side: this side is not reproducible here",),
-            next_step=step,
-        )
-    root = facts.root
-    klass = root.klass if root is not None else Class.UNLOCALIZED
-    evidence, not_proven = [], []
-    if root is not None and root.text:
-        evidence.append(root.text)
-    if facts.weight and not any(facts.weights.summary() in said for said in evidence):
-        evidence.insert(0, facts.weights.summary())
-    if root is not None and root.distance is not None and root.distance.largest is not None:
-        size = "below the sketch's resolution" if root.distance.below_resolution else f"up to {short(root.distance.largest)}"
-        evidence.append(f"relative distance {size}, {root.rows} of {root.rows_compared} rows ({root.tokens})")
-    evidence += [lead.text for lead in facts.leads if not any(lead.text in said for said in evidence)]
-    if klass is Class.UNLOCALIZED:
-        if not facts.floors.given:
-            not_proven.append("that this is more than noise: no floor was given")
-        if root is not None and root.between:
-            not_proven.append(f"which boundary between {_names(root.between)} and {root.place.boundary} is the first")
-        if not facts.weights.compared:
-            not_proven.append("that the weights are equal: they were not recorded on both sides")
-        not_proven.append("whether it is an error or rounding")
-    if klass is Class.WEIGHT and any(lead.name == "quantization" for lead in facts.leads):
-        not_proven.append("that the quantization is as designed")
-    if any(result.outcome in (BoundaryOutcome.MISSING, BoundaryOutcome.INCOMPARABLE) for result in facts.earlier()):
-        not_proven.append("that this is the first: boundaries before it are missing")
-    return Classification(klass=klass, evidence=tuple(evidence), not_proven=tuple(not_proven), next_step=step)
-
-
-def next_step(facts: Facts) -> str:
-    """Exactly one thing to do now."""
-    if facts.verdict is Verdict.SAME:
-        return ""
-    if facts.verdict is Verdict.COULD_NOT_TELL:
-        absent = facts.of_kind(Kind.ABSENCE)
-        if not absent:
-            return "Record both sides again"
-        return _absence_step(facts, absent[0])
-    if facts.noise is not None:
-        return _noise_step(facts, facts.noise)
-    root = facts.root
-    klass = root.klass if root is not None else Class.UNLOCALIZED
-    if klass is Class.INPUT:
-        if facts.first is not None and facts.first.boundary.startswith("input."):
-            return f"Feed both sides the same {_input_words(facts.first.boundary)}, then trace again"
-        return "Put both sides in the same mode (eval, no dropout), then trace again"
-    if klass is Class.WEIGHT:
-        return f"Run: tracer weights {facts.a.path} {facts.b.path}; then load the same weights on both sides and trace again"
-    if klass is Class.DISCRETE:
-        return "Pin the routing: give both sides the same ids, then trace again; what comes later in these tokens follows from the choice"
-    if root is not None and root.between and min(_level(facts.a), _level(facts.b)) < 2:
-        return f"Trace both sides at level=2, to see what lies between {_names(root.between)} and {root.place.boundary}"
-    if not facts.floors.given:
-        again = f"tracer diff {facts.a.path} {facts.b.path} --floor-a SECOND"
-        return f"Trace side A a second time, then: {again}, to see whether this is above its own noise"
-    where = facts.first.boundary if facts.first is not None else "the boundary"
-    return f"Compare how the two sides compute {where}: everything it is computed from is equal"
-
-
-def _level(trace: LogicalTrace) -> int:
-    return trace.manifest.level
-
-
-def _input_words(boundary: str) -> str:
-    return {"input.ids": "token ids", "input.positions": "positions", "input.visible_from": "attention mask or document boundaries"}.get(
-        boundary, boundary
-    )
-
-
-def _noise_step(facts: Facts, noise: Finding) -> str:
-    path = facts.b.path if noise.side is Side.B else facts.a.path
-    if noise.remedy:
-        return noise.remedy[0].upper() + noise.remedy[1:]
-    if noise.code in (FindingCode.REPEATS_DISAGREE, FindingCode.SIBLINGS_DISAGREE):
-        return f"Make this side reproducible (tracer siblings {path}), or take its noise as the floor: --floor self"
-    return f"Find out why the two places of {noise.boundary} differ before comparing with the other side"
-
-
-def _absence_step(facts: Facts, absence: Finding) -> str:
-    if absence.remedy:
-        return absence.remedy[0].upper() + absence.remedy[1:]
-    side = {Side.A: "side A", Side.B: "side B", Side.BOTH: "both sides"}[absence.side]
-    match absence.code:
-        case FindingCode.NOTHING_COMPARED:
-            return "Feed both sides the same token ids, or name the sequences with t.requests([...])"
-        case FindingCode.ROWS_UNMATCHED:
-            return f"Find out why {side} has no such rows, or declare them never computed with a reason"
-        case FindingCode.BOUNDARY_MISSING | FindingCode.VACUOUS:
-            return f"Find out why {absence.boundary} was not recorded on {side}: tracer show lists its executions"
-        case FindingCode.WIDTH_DIFFERS:
-            return f"Say in the boundary map how wide {absence.boundary} is, or which columns to select"
-        case _:
-            return f"Record {side} again"

@@ -17,7 +17,7 @@ from tracer.errors import Code, MapError, UsageError
 from tracer.format.schema import Boundary, BoundaryStatus, MapIdentity
 from tracer.record.map_entries import Binding, BoundaryEntry, BoundaryMap, HostBindings, Part
 
-__all__ = ["Plan", "Source", "WeightRule", "resolve"]
+__all__ = ["Plan", "Source", "WeightRule", "matches", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -186,6 +186,16 @@ class Plan:
         )
 
 
+def matches(name: str, glob: str) -> bool:
+    """Whether a glob means this boundary: ``layers.*.`` at its start is any one layer, so that ``layers.*.residual`` is the
+    output of every block and not ``attn.residual`` inside it."""
+    if not glob.startswith("layers.*."):
+        return fnmatchcase(name, glob)
+    head, _, rest = name.partition(".")
+    number, _, rest = rest.partition(".")
+    return head == "layers" and number.isdigit() and fnmatchcase(rest, glob.removeprefix("layers.*."))
+
+
 def resolve(
     boundary_map: BoundaryMap,
     host: str,
@@ -193,12 +203,14 @@ def resolve(
     *,
     level: int = 1,
     boundaries: Sequence[str] | None = None,
+    also: Sequence[str] = (),
     root_class: str = "",
 ) -> Plan:
     """The plan for a model whose modules are ``modules`` (path -> class name; "" is the root).
 
     ``boundaries``: globs over full names; where given they choose instead of ``level``. Inputs (``input.*``) are
-    always chosen. ``root_class``: recorded as the map's identity, by default the class of the root.
+    always chosen. ``also``: globs of what is chosen besides, whatever the level. ``root_class``: recorded as the map's
+    identity, by default the class of the root.
 
     Raises MapError map-unfit (no bindings for the host, no layer found), UsageError bad-argument (level, or a glob
     that matches nothing). A boundary that does not resolve is no error here: see ``Plan.require_resolved``.
@@ -222,7 +234,7 @@ def resolve(
     bound = 0
     for place in _places(boundary_map, section, layers, modules):
         boundary, found = _resolve_one(place, boundary_map, section, modules, layers)
-        chosen = _chosen(boundary.name, boundary.level, level, boundaries)
+        chosen = _chosen(boundary.name, boundary.level, level, boundaries) or any(matches(boundary.name, glob) for glob in also)
         bound += boundary.status in (BoundaryStatus.RECORDED, BoundaryStatus.UNRESOLVED)
         if boundary.status is BoundaryStatus.UNRESOLVED:
             unresolved.append((boundary.name, boundary.reason))
@@ -474,4 +486,3 @@ def _prefix(name: str) -> str:
     """What groups weights for lookup: ``layers.3`` or the first word."""
     parts = name.split(".")
     return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
-

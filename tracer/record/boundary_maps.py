@@ -17,7 +17,8 @@ Every refusal is a ``MapError`` (map-unknown, map-invalid) that names file, key,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -29,7 +30,7 @@ from tracer.errors import Code, MapError
 from tracer.record.map_checks import check_binding, check_map, check_weight, invalid
 from tracer.record.map_entries import Binding, BoundaryEntry, BoundaryMap, HostBindings, WeightEntry
 
-__all__ = ["load_boundary_map", "map_for_root_class", "map_names"]
+__all__ = ["load_boundary_map", "map_for_root_class", "map_names", "require_served"]
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
@@ -97,8 +98,51 @@ def load_boundary_map(name_or_path: str) -> BoundaryMap:
     return merged
 
 
-def map_for_root_class(root_class: str, host: str) -> BoundaryMap:
-    """The packaged map that claims ``root_class`` for ``host``. Raises MapError map-unknown with the known classes."""
+def map_for_root_class(root_class: str, host: str, ancestors: Sequence[str] = ()) -> BoundaryMap:
+    """The packaged map that claims ``root_class`` for ``host``, else the nearest of its ``ancestors`` (nearest first).
+
+    Raises MapError map-unknown with the known classes that are closest."""
+    known = _known_classes(host)
+    for name in (root_class, *ancestors):
+        if name in known:
+            return load_boundary_map(known[name])
+    close = get_close_matches(root_class, known, n=3, cutoff=0.5) or sorted(known)[:3]
+    raise MapError(
+        Code.MAP_UNKNOWN,
+        f"no boundary map is known for {root_class} on host {host}",
+        expected=", ".join([*close, "..."]) if known else f"a map with classes for host {host}",
+        found=root_class,
+        remedy="`tracer map list` shows all; for another class pass map= with a YAML file (docs/how-to/write-a-map.md)",
+    )
+
+
+def require_served(boundary_map: BoundaryMap, host: str, root_class: str, ancestors: Sequence[str] = ()) -> None:
+    """Refuse a map for a class that it was not written for, however much of it would resolve.
+
+    A map serves the classes it lists for ``host``, and theirs that derive from them. A map of the user's own that lists none
+    is taken at its word; a packaged one that lists none for any host is a base, to be extended.
+    Raises MapError map-unfit, with the map that does fit where there is one."""
+    section = boundary_map.hosts.get(host)
+    serves = section.classes if section is not None else ()
+    packaged = Path(boundary_map.file).parent == _map_folder()
+    base = packaged and not any(other.classes for other in boundary_map.hosts.values())
+    if section is None or not {root_class, *ancestors}.isdisjoint(serves) or not (serves or base):
+        return
+    known = _known_classes(host)
+    fitting = next((known[name] for name in (root_class, *ancestors) if name in known), "")
+    own = f"write a map with `extends: {boundary_map.family}` if the model is alike (docs/how-to/write-a-map.md)"
+    raise MapError(
+        Code.MAP_UNFIT,
+        f"boundary map {boundary_map.family} does not serve {root_class}",
+        where=f"{boundary_map.file}: hosts.{host}.classes",
+        expected=", ".join(serves) if serves else "a map with classes: this one is a base, to be extended",
+        found=root_class,
+        remedy=f'map="{fitting}", which serves {root_class}, or map="auto"' if fitting else own,
+    )
+
+
+def _known_classes(host: str) -> dict[str, str]:
+    """Class -> packaged map that claims it for ``host``. Raises MapError map-invalid where two maps claim one."""
     known: dict[str, str] = {}
     for name in map_names():
         document = _read(_find(name))
@@ -109,15 +153,7 @@ def map_for_root_class(root_class: str, host: str) -> BoundaryMap:
                 found = f"{known_class}, also in {known[known_class]}.yaml"
                 raise invalid(_find(name), f"hosts.{host}.classes", "a class that no other map claims", found)
             known[known_class] = name
-    if root_class in known:
-        return load_boundary_map(known[root_class])
-    raise MapError(
-        Code.MAP_UNKNOWN,
-        f"no boundary map is known for {root_class} on host {host}",
-        expected=", ".join(sorted(known)) or f"a map with classes for host {host}",
-        found=root_class,
-        remedy="pass map= with a name or a YAML file; docs/how-to/write-a-map.md shows how to write one",
-    )
+    return known
 
 
 # ------------------------------------------------------------------------------------------------ reading files
@@ -216,6 +252,7 @@ def _merge(chain: list[tuple[Path, _Document]]) -> BoundaryMap:
                 for host, section in hosts.items()
             }
     served = {host for host, section in hosts.items() if host in top.hosts or boundaries.keys() <= section.bindings.keys()}
+    hosts = {host: section if host in top.hosts else msgspec.structs.replace(section, classes=()) for host, section in hosts.items()}
     if served:  # a host that only the bases speak of, and not of every boundary here, is not served
         hosts = {host: section for host, section in hosts.items() if host in served}
     return BoundaryMap(

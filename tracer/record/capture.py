@@ -9,27 +9,34 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tracer.errors import CaptureError, Code, TracerError, UsageError
-from tracer.format.schema import FORMAT_VERSION, Manifest, Note, PolicyMark
+from tracer.format.dumps import DumpWriter
+from tracer.format.schema import FORMAT_VERSION, Boundary, BoundaryStatus, Manifest, Note, PolicyMark, SegmentInfo
 from tracer.format.store import ShardWriter
+from tracer.record.against import Against
 from tracer.record.boundaries import Plan, resolve
-from tracer.record.boundary_maps import load_boundary_map, map_for_root_class
+from tracer.record.boundary_maps import load_boundary_map, map_for_root_class, require_served
+from tracer.record.dumping import Dumping, dump_globs
 from tracer.record.environment import run_conditions
-from tracer.record.forward_record import PositionFilter, Watch
+from tracer.record.forward_record import Watch
 from tracer.record.host import Host
+from tracer.record.intervention_plan import needed_boundaries, plan_interventions, told_interventions
+from tracer.record.interventions import Feed, Intervention, Nudge, unreached
 from tracer.record.map_entries import BoundaryMap
+from tracer.record.option_checks import position_filter, read_boundaries, read_tokens, rows_by_hand, weights_mode
+from tracer.record.options import TraceOptions
 from tracer.record.outbox import Outbox
 from tracer.record.readers import SourceReader
 from tracer.record.recompute import in_backward
@@ -39,20 +46,9 @@ from tracer.record.tallies import reason_of
 from tracer.record.tokens import SequenceRegistry
 from tracer.record.weights import WeightSnapshot, fingerprint_weights, weights_changed
 
-__all__ = ["Trace", "TraceOptions"]
+__all__ = ["Trace"]
 
-@dataclass(frozen=True)
-class TraceOptions:
-    """What the user asked for; see ``tracer.trace`` for every field."""
-
-    map: str | os.PathLike[str] | BoundaryMap = "auto"
-    out: str | os.PathLike[str] | None = None
-    level: int = 1
-    boundaries: str | Sequence[str] | None = None
-    tokens: slice | Iterable[int] | None = None
-    weights: str | bool | None = "digest"
-    strict: bool = False
-    sequences: Iterable[Any] | Callable[[tuple[Any, ...], Mapping[str, Any]], Iterable[Any] | None] | None = None
+_FORKED = "the process was forked while recording; the copy is not recorded"
 
 
 class Trace:
@@ -65,13 +61,20 @@ class Trace:
         self._host = host
         self._options = options
         self._version = version
-        self._wanted = _position_filter(options.tokens)
-        self._weights_mode = _weights_mode(options.weights)
+        self._wanted = position_filter(read_tokens(options.tokens))
+        self._weights_mode = weights_mode(options.weights)
+        self._globs = dump_globs(options.dump)
+        self._dumps: DumpWriter | None = None
+        self._savers: list[Dumping | Against] = []
         self._entered = False
         self._recording = False
         self._stop_reason = ""
         self._incomplete = ""
         self._depth = 0
+        self._thread = 0
+        """Runs the forward that has begun last."""
+        self._lock = threading.Lock()
+        self._vacuous: list[Boundary] = []
         self._error_before: BaseException | None = None
         self._optimizer_steps = 0
         self._policies: list[PolicyMark] = []
@@ -109,7 +112,12 @@ class Trace:
         _remove_shard(self._writer.path)
 
     def requests(self, names: Iterable[str]) -> None:
-        """Name the sequences of the next forward, in batch order."""
+        """Name the sequences of the next forward: one name per batch row (per document of packed rows, in order; beams and
+        ``num_return_sequences`` are rows of their own), "" for none.
+
+        Raises UsageError (bad-argument) for what is no list of strings, and for a name given twice. Another number of
+        names than sequences leaves them nameless; that, names that no forward took, and names replaced before one did
+        are noted in the trace."""
         self._need(self._recording)
         self._registry.name_requests(names)
 
@@ -129,17 +137,9 @@ class Trace:
 
         Raises UsageError (bad-argument): unknown sequence, wrong shapes, a boundary that is recorded already."""
         self._need(self._recording)
-        values = tensor if isinstance(tensor, torch.Tensor) else torch.as_tensor(np.asarray(tensor))
-        if values.dim() == 0:
-            raise UsageError(Code.BAD_ARGUMENT, "t.record needs rows", expected="a tensor of shape (N,) or (N, ...)", found="a scalar")
-        position_N = np.arange(len(values)) if positions is None else np.asarray(_on_cpu(positions), np.int64).reshape(-1)
-        if len(position_N) != len(values) or (position_N < 0).any():
-            raise UsageError(
-                Code.BAD_ARGUMENT,
-                "positions do not fit the rows",
-                expected=f"{len(values)} positions from 0 on",
-                found=f"{len(position_N)}",
-            )
+        if not isinstance(name, str) or not name:
+            raise UsageError(Code.BAD_ARGUMENT, "t.record needs the name of a boundary", expected="a string", found=repr(name))
+        values, position_N = rows_by_hand(tensor, positions)
         if not self._stop_reason:
             self._recorder.record_by_hand(name, values, self._find_sequence(sequence), position_N)
 
@@ -183,15 +183,17 @@ class Trace:
     def _resolve(self) -> Plan:
         """The plan, every selected boundary of it resolved. Raises MapError, UsageError."""
         options, root_class = self._options, self._host.root_class()
-        if isinstance(options.map, BoundaryMap):
-            boundary_map = options.map
-        elif options.map == "auto":
-            boundary_map = map_for_root_class(root_class, self._host.name)
+        ancestors = _ancestors(root_class, self._modules.get(""))
+        if options.map == "auto":
+            boundary_map = map_for_root_class(root_class, self._host.name, ancestors)
         else:
-            boundary_map = load_boundary_map(os.fspath(options.map))
+            boundary_map = options.map if isinstance(options.map, BoundaryMap) else load_boundary_map(os.fspath(options.map))
+            require_served(boundary_map, self._host.name, root_class, ancestors)
         classes = {path: type(module).__name__ for path, module in self._modules.items()}
-        globs = [options.boundaries] if isinstance(options.boundaries, str) else options.boundaries
-        plan = resolve(boundary_map, self._host.name, classes, level=options.level, boundaries=globs, root_class=root_class)
+        globs = read_boundaries(options.boundaries)
+        asked = () if options.plan is None else tuple(rows.boundary for rows in options.plan.boundaries)
+        also = (*self._globs, *asked, *needed_boundaries(options))
+        plan = resolve(boundary_map, self._host.name, classes, level=options.level, boundaries=globs, also=also, root_class=root_class)
         plan.require_resolved()
         return plan
 
@@ -199,14 +201,39 @@ class Trace:
         """Everything that runs while recording, in the order it is taken down again, last first."""
         self._read_surroundings()
         with ExitStack() as stack:
-            self._outbox = Outbox(self._writer)
+            self._dumps = self._dump_writer()
+            self._outbox = Outbox(self._writer, self._dumps)
             stack.callback(self._outbox.close)
             self._registry = SequenceRegistry(self._outbox.open_sequence, self._outbox.add_ids)
-            self._recorder = Recorder(self._host, self._plan, self._registry, self._outbox, self._wanted)
+            self._savers = self._make_savers()
+            self._recorder = Recorder(self._host, self._plan, self._registry, self._outbox, self._wanted, self._savers)
+            self._interventions = plan_interventions(self._options, self._host, self._plan, self._recorder.running, self._registry)
             stack.callback(self._guarded, self._recorder.close)
             self._process = os.getpid()
             self._wire(stack)
             self._stack = stack.pop_all()
+
+    def _dump_writer(self) -> DumpWriter | None:
+        """What bytes are written with, None where nobody asked for any."""
+        options = self._options
+        asked = [f"dump={','.join(self._globs)}"] if self._globs else []
+        asked += ["plan"] if options.plan is not None else []
+        asked += [f"against {options.against.name}"] if options.against is not None else []
+        if not asked:
+            return None
+        identity, rank = self._identity, self._host.mesh().rank
+        return DumpWriter(identity.out, rank, identity.run_id, "; ".join(asked), self._options.max_dump_bytes, options.plan)
+
+    def _make_savers(self) -> list[Dumping | Against]:
+        """Raises UsageError (bad-argument)."""
+        options, boundaries = self._options, self._plan.boundaries
+        if self._dumps is None:
+            return []
+        max_bytes, left_out = options.max_dump_bytes, self._dumps.left_out
+        dumping = Dumping(
+            self._registry, self._outbox, boundaries, globs=self._globs, plan=options.plan, max_bytes=max_bytes, left_out=left_out
+        )
+        return [dumping] if options.against is None else [dumping, Against(options.against, boundaries, dumping)]
 
     def _read_surroundings(self) -> None:
         """Run conditions and weights. What goes wrong unforeseen costs them, not the run. Raises MapError, CaptureError."""
@@ -230,6 +257,7 @@ class Trace:
         root = self._host.root()
         stack.callback(register_optimizer_step_post_hook(self._optimizer_stepped).remove)
         stack.callback(root.register_forward_pre_hook(self._root_begins, with_kwargs=True, prepend=True).remove)
+        self._intervene(stack, [entry for entry in self._interventions if isinstance(entry, Nudge)])
         for (module, before), watch in _watches(self._recorder.readers, self._modules):
             if before:
                 stack.callback(module.register_forward_pre_hook(self._hook_before(watch), with_kwargs=True).remove)
@@ -237,7 +265,13 @@ class Trace:
                 stack.callback(module.register_forward_hook(self._hook_after(watch), with_kwargs=True).remove)
         taps = [reader.source for reader in self._recorder.readers if reader.source.tap]
         stack.enter_context(self._host.taps(taps, self._tapped))
+        self._intervene(stack, [entry for entry in self._interventions if not isinstance(entry, Nudge)])
         stack.callback(root.register_forward_hook(self._root_ends, with_kwargs=True, always_call=True).remove)
+
+    def _intervene(self, stack: ExitStack, interventions: Iterable[Intervention]) -> None:
+        """Hooks of interventions. A nudge comes before what records the boundary, what replaces values after it."""
+        for entry in interventions:
+            entry.install(self._modules[entry.reader.source.module], stack, lambda error: self._stop(reason_of(error)))
 
     # ------------------------------------------------------------------------------------------------ hooks
 
@@ -262,24 +296,38 @@ class Trace:
     def _root_begins(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or in_backward():
             return
-        if self._depth and _calls_on_stack(module) < 2:  # the last one ended in what no hook hears of: an interrupt
-            self._depth = 0
-            self._recorder.abandon()
-        self._depth += 1
+        with self._lock:
+            if os.getpid() != self._process:
+                self._stop(_FORKED)
+            elif self._depth and self._thread != threading.get_ident() and _runs_a_module(self._thread):
+                self._stop("two threads ran the model at once, and which rows are whose cannot be told; run one forward at a time")
+                return
+            if self._depth and (self._thread != threading.get_ident() or _calls_on_stack(module) < 2):
+                self._interrupted()
+            self._thread = threading.get_ident()
+            self._depth += 1
         if self._depth > 1:
             return
-        if os.getpid() != self._process:
-            self._stop("the process was forked while recording; the copy is not recorded")
         self._error_before = sys.exc_info()[1]
         self._guarded(self._begin, args, kwargs)
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = self._options.sequences
-        self._registry.give_lengths(given(args, kwargs) if callable(given) else given)
+        try:
+            lengths = given(args, kwargs) if callable(given) else given
+        except Exception as error:
+            raise UsageError(Code.BAD_ARGUMENT, "the function sequences= failed", found=reason_of(error)) from error
+        self._registry.give_lengths(lengths)
         self._recorder.begin(args, kwargs)
 
+    def _interrupted(self) -> None:
+        """The last forward ended in what no hook hears of (KeyboardInterrupt), or is not over."""
+        self._depth = 0
+        self._incomplete = self._incomplete or f"forward {self._recorder.forwards - 1} was interrupted"
+        self._recorder.abandon()
+
     def _root_ends(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if torch.compiler.is_compiling() or in_backward():
+        if torch.compiler.is_compiling() or in_backward() or self._thread != threading.get_ident():
             return
         self._depth = max(self._depth - 1, 0)
         if self._depth:
@@ -315,8 +363,14 @@ class Trace:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._recording = False
+        if os.getpid() != self._process:  # the shard is the parent's
+            self._stop(_FORKED)
+            self._stack.close()
+            return
         if error is not None:
             self._incomplete = self._incomplete or f"the traced program raised {reason_of(error)}"
+        if self._depth:
+            self._interrupted()
         failure: Exception | None = None
         try:
             self._stack.close()
@@ -328,6 +382,10 @@ class Trace:
             print(f"tracer: {self._identity.out} is incomplete: {self._incomplete}", file=sys.stderr)
         elif not self._identity.named:
             print(f"tracer: wrote {self._identity.out}", file=sys.stderr)
+        if self._vacuous and not self._incomplete:
+            first, count = self._vacuous[0], len(self._vacuous)
+            more = f" (and {count - 1} more)" if count > 1 else ""
+            print(f"tracer: {self._identity.out} proves nothing at {first.name}{more}: {first.reason}", file=sys.stderr)
         if self._options.strict and error is None and (failure is not None or self._incomplete):
             raise CaptureError(Code.CAPTURE_FAILED, self._incomplete, where=str(self._identity.out)) from failure
 
@@ -339,6 +397,11 @@ class Trace:
         if registry.unused_requests():
             text = f"no forward took the request names {', '.join(registry.unused_requests()[:8])}"
             self._notes.append(Note(code="requests-unused", text=text))
+        if self._recorder.forwards:
+            self._incomplete = self._incomplete or unreached(self._interventions)
+        dumps: tuple[SegmentInfo, ...] = ()
+        if self._dumps is not None and self._outbox.failure is None:
+            dumps = self._dumps.finish()
         declared = [*recorder.left_out(), *host.not_computed()]
         weights, weights_after = self._weights.weights, "unknown"
         try:
@@ -364,11 +427,15 @@ class Trace:
             weights=weights,
             weights_after=weights_after,
             policies=tuple(self._policies),
+            dumps=dumps,
+            interventions=told_interventions(self._options, self._interventions),
+            replaced={entry.boundary: entry.source for entry in self._interventions if isinstance(entry, Feed)},
             conditions={**self._conditions, "optimizer_steps": self._optimizer_steps},
-            notes=(*self._notes, *registry.notes, *recorder.notes()),
+            notes=(*self._notes, *registry.notes, *recorder.notes(), *(note for saver in self._savers for note in saver.notes())),
             complete=not self._incomplete,
             incomplete_reason=self._incomplete,
         )
+        self._vacuous = [boundary for boundary in manifest.boundaries if boundary.status is BoundaryStatus.VACUOUS]
         self._writer.commit(manifest)
 
 
@@ -388,41 +455,15 @@ def _watches(readers: Iterable[SourceReader], modules: Mapping[str, torch.nn.Mod
     ]
 
 
-def _position_filter(tokens: slice | Iterable[int] | None) -> PositionFilter | None:
-    """``tokens=`` as a test of positions. Raises UsageError (bad-argument)."""
-    if tokens is None:
-        return None
-    chosen = tokens if isinstance(tokens, slice) else sorted({int(position) for position in tokens})
-    edges = [chosen.start or 0, chosen.stop or 0, (chosen.step or 1) - 1] if isinstance(chosen, slice) else chosen
-    if any(edge < 0 for edge in edges):
-        raise UsageError(
-            Code.BAD_ARGUMENT,
-            "tokens= counts from the start of a sequence",
-            expected="a slice, range or list of positions from 0 on",
-            found=repr(tokens),
-            remedy="how long a sequence will be is not known while it runs: give positions from the start",
-        )
-    if isinstance(chosen, slice):
-        start, step = chosen.start or 0, chosen.step or 1
-        stop = np.iinfo(np.int64).max if chosen.stop is None else chosen.stop
-        return lambda position_N: (position_N >= start) & (position_N < stop) & ((position_N - start) % step == 0)
-    listed = np.array(chosen, np.int64)
-    return lambda position_N: np.isin(position_N, listed)
-
-
-def _weights_mode(weights: str | bool | None) -> str:
-    mode = "none" if weights is False or weights is None else "digest" if weights is True else weights
-    if mode not in ("digest", "rows", "none"):
-        raise UsageError(Code.BAD_ARGUMENT, "weights= is not known", expected='"digest", "rows" or False', found=repr(weights))
-    return mode
-
-
-def _on_cpu(values: Any) -> Any:
-    return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else values
-
-
 def _as_capture_error(error: Exception) -> TracerError:
     return error if isinstance(error, TracerError) else CaptureError(Code.CAPTURE_FAILED, reason_of(error))
+
+
+def _ancestors(root_class: str, root: torch.nn.Module | None) -> tuple[str, ...]:
+    """Classes that the model's class derives from, nearest first, under names as ``Host.root_class`` gives them."""
+    stem, bracket, features = root_class.partition("[")
+    names = [kind.__name__ for kind in type(root).__mro__]
+    return tuple(name + bracket + features for name in names[names.index(stem) + 1 :]) if stem in names else ()
 
 
 def _calls_on_stack(module: torch.nn.Module) -> int:
@@ -432,6 +473,14 @@ def _calls_on_stack(module: torch.nn.Module) -> int:
         count += frame.f_code is torch.nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
         frame = frame.f_back  # type: ignore[assignment]
     return count
+
+
+def _runs_a_module(thread: int) -> bool:
+    """Whether that thread is inside a call of some module."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code is not torch.nn.Module._call_impl.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _remove_shard(shard: Path) -> None:

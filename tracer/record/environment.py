@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
+from tracer.format.redaction import names_secret, redact_arguments, redact_text
 from tracer.record.host import Host
 
-__all__ = ["code_revision", "environment_variables", "redact_arguments", "run_conditions"]
+__all__ = ["code_revision", "environment_variables", "run_conditions"]
 
 UNKNOWN = "unknown"
-REDACTED = "<redacted>"
 
 _VARIABLES = re.compile(
     r"(OMP_|MKL_|OPENBLAS_|KMP_|CUBLAS|CUDA_|CUDNN_|NVIDIA_|PYTORCH_|TORCH|TRITON_|NCCL_|GLOO_|HIP_|HSA_|ROCM_|MIOPEN_|XLA_"
@@ -33,15 +33,6 @@ _VARIABLES = re.compile(
 )
 _PLACE = re.compile(r"_(DIR|PATH|HOME|FILE|PREFIX|RUN_ID|IDENT|BUFFER_NAME)\Z")
 """Endings of variables that say where something lies: other on every machine, and without effect on numbers."""
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|SESSION|SIGNATURE|PRIVATE|(?:\A|[_-])PAT(?:\Z|[_-])", re.IGNORECASE)
-_NOT_SECRET = re.compile(
-    r"TOKENIZ|KEEP|MONKEY|KEYS?[_-]?VALUE|AUTHOR|AUTO"
-    r"|(?:MAX|MIN|NUM|NEW|PER|BATCHED|N|PAD|EOS|BOS)[_-](?:\w+[_-])*TOKENS?\b|TOKENS?[_-](?:PER|LIMIT|BUDGET|COUNT|IDS?|LENGTH)",
-    re.IGNORECASE,
-)
-_LOOKS_SECRET = re.compile(
-    r"(?:sk|pk|rk|ghp|gho|ghu|ghs|ghr|hf|glpat|xox[abprs]|github_pat|pypi|AKIA|ASIA|AIza|ya29|eyJ)[-_A-Za-z0-9.]{16,}|(?<=://)[^/@\s]+(?=@)"
-)
 _IMAGE_VARIABLES = ("TRACER_IMAGE_DIGEST", "IMAGE_DIGEST", "CONTAINER_IMAGE_DIGEST", "CONTAINER_IMAGE")
 _GIT_SECONDS = 2.0
 _REDUCED = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
@@ -67,33 +58,13 @@ def run_conditions(host: Host) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ secrets
 
 
-def _names_secret(name: str) -> bool:
-    return bool(_SECRET.search(_NOT_SECRET.sub("", name)))
-
-
 def environment_variables(environment: Mapping[str, str], prefixes: Sequence[str] = ()) -> dict[str, str]:
     """The variables that can change numbers or layout, without anything that looks like a secret. ``prefixes``: a host's own."""
     return {
-        name: _LOOKS_SECRET.sub(REDACTED, value)
+        name: redact_text(value)
         for name, value in sorted(environment.items())
-        if (_VARIABLES.match(name) or name.startswith(tuple(prefixes))) and not _PLACE.search(name) and not _names_secret(name)
+        if (_VARIABLES.match(name) or name.startswith(tuple(prefixes))) and not _PLACE.search(name) and not names_secret(name)
     }
-
-
-def redact_arguments(arguments: Sequence[str]) -> list[str]:
-    """A command line with the values of secret-looking options, and secret-looking values, replaced."""
-    redacted: list[str] = []
-    hide_next = False
-    for argument in arguments:
-        name, equals, _ = argument.partition("=")
-        if hide_next and not argument.startswith("-"):
-            redacted.append(REDACTED)
-        elif equals and _names_secret(name):
-            redacted.append(f"{name}={REDACTED}")
-        else:
-            redacted.append(_LOOKS_SECRET.sub(REDACTED, argument))
-        hide_next = argument.startswith("-") and not equals and _names_secret(argument)
-    return redacted
 
 
 # ------------------------------------------------------------------------------------------------ code

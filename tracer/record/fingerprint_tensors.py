@@ -23,7 +23,7 @@ from tracer.format.fingerprint import Fingerprints, check_columns, fingerprint_r
 from tracer.format.fingerprint_plan import GROUP, LANES, Plan, plan_for
 from tracer.format.schema import Span
 
-__all__ = ["PendingFingerprints", "fingerprint_on_device", "fingerprint_tensor"]
+__all__ = ["PendingFingerprints", "copy_to_host", "dense_reals", "fingerprint_on_device", "fingerprint_tensor"]
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_THREADS = 8
@@ -57,7 +57,7 @@ def fingerprint_tensor(rows_NC: torch.Tensor, *, width: int, spans: tuple[Span, 
     """
     if rows_NC.device.type != "cpu":
         return fingerprint_on_device(rows_NC, width=width, spans=spans)
-    reals_NC, name = _dense(rows_NC)
+    reals_NC, name = dense_reals(rows_NC)
     storage_NC = reals_NC.view(_SAME_SIZE[reals_NC.element_size()]).numpy()
     threads = _threads() if storage_NC.size >= _THREADED_ITEMS else 1
     fingerprints = fingerprint_rows(storage_NC, name, width=width, spans=spans, threads=threads)
@@ -70,7 +70,7 @@ def _threads() -> int:
     return min(torch.get_num_threads(), usable, _MAX_THREADS)
 
 
-def _dense(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
+def dense_reals(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
     """The tensor's own memory as reals, without autograd or subclass behaviour, and its dtype's name."""
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
         if hasattr(tensor, "trigger_wait"):  # AsyncCollectiveTensor: only clone() and waiting finish the collective
@@ -120,7 +120,7 @@ def fingerprint_on_device(rows_NC: torch.Tensor, *, width: int, spans: tuple[Spa
             remedy="switch graphs off for the traced run",
         )
     with torch.no_grad():
-        reals_NC, name = _dense(rows_NC)
+        reals_NC, name = dense_reals(rows_NC)
         info = dtype_info(name, "fingerprint_on_device")
         narrow = info.is_narrow(width)
         plan = _device_plan("int64" if narrow else name, width, spans, reals_NC.device)
@@ -214,18 +214,26 @@ def _chunks(rows_NC: torch.Tensor) -> list[tuple[int, int]]:
 
 def _on_its_way(whole: torch.Tensor, unpack: Callable[[AnyArray], Fingerprints]) -> PendingFingerprints:
     """Start the only copy to the host; ``unpack`` is called once it has arrived."""
+    arrive = copy_to_host(whole)
+    return PendingFingerprints(lambda: unpack(arrive()))
+
+
+def copy_to_host(whole: torch.Tensor) -> Callable[[], AnyArray]:
+    """Start copying a tensor of numbers that nobody else writes to; what is returned waits for this copy only and gives an array
+    that the caller owns."""
     if whole.device.type != "cuda":
         array = whole.cpu().numpy()
-        return PendingFingerprints(lambda: unpack(array))
+        return lambda: array
     pinned = torch.empty(whole.shape, dtype=whole.dtype, device="cpu", pin_memory=True)
     pinned.copy_(whole, non_blocking=True)
     arrived = torch.cuda.current_stream(whole.device).record_event()
 
-    def finish() -> Fingerprints:
+    def finish() -> AnyArray:
         arrived.synchronize()
-        return unpack(pinned.numpy().copy())
+        copied: AnyArray = pinned.numpy().copy()
+        return copied
 
-    return PendingFingerprints(finish)
+    return finish
 
 
 def _narrow_fingerprints(array: AnyArray) -> Fingerprints:

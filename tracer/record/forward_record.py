@@ -5,6 +5,7 @@ Shape suffixes: N rows of a leaf, R those of them that are recorded, C columns, 
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -70,6 +71,7 @@ class ForwardRecord:
         self.number = number
         self.forward = forward
         self.grad = torch.is_grad_enabled()
+        self.thread = threading.get_ident()
         self.checkpointed = False
         """A module of it ran inside a checkpointed region."""
         self.calls: Counter[tuple[Watch, bool]] = Counter()

@@ -103,7 +103,7 @@ class Placement:
     """Where a leaf's columns lie in the whole logical row.
 
     ``width``: columns of the whole row. ``spans``: logical columns held, in local column order; empty
-    means all of them. Local columns beyond the spans are padding (vocabulary padding) and are dropped.
+    means all of them; one empty span means none. Local columns beyond the spans are padding (vocabulary padding) and are dropped.
     ``partial``: mesh axis over which the values are partial sums, else empty. ``axis``: the mesh axis that cuts the
     columns, one part per coordinate in order; empty where none does, or it takes more than its name to tell.
     """
@@ -152,7 +152,8 @@ class Host(Protocol):
         """The module whose ``forward`` delimits one forward of the run."""
 
     def root_class(self) -> str:
-        """Class name of the loaded root module, wrappers looked through; picks the map with ``map="auto"``."""
+        """Class name of the loaded root module, wrappers looked through; picks the map with ``map="auto"``. What tells
+        families of one class apart may follow in brackets. Where no map knows the class, those it derives from are tried."""
 
     def modules(self) -> Mapping[str, torch.nn.Module]:
         """Module by path as maps write it (wrapper prefixes stripped), shared modules under every name."""

@@ -32,9 +32,7 @@ _LAYOUT_PART = re.compile(r"\([a-z]\w*(?: [a-z]\w*)*\)|[a-z]\w*|1")
 def layout_axes(layout: str) -> tuple[tuple[str, ...], ...] | None:
     """Axes of every dimension of a layout, outer first: ``b s (h d)`` gives (b), (s), (h, d); ``1`` is an empty
     dimension. None where the text is no layout."""
-    dimensions = tuple(
-        () if part == "1" else tuple(part.strip("()").split(" ")) for part in _LAYOUT_PART.findall(layout)
-    )
+    dimensions = tuple(() if part == "1" else tuple(part.strip("()").split(" ")) for part in _LAYOUT_PART.findall(layout))
     if " ".join(_LAYOUT_PART.findall(layout)) != layout or not layout:
         return None
     axes = [axis for dimension in dimensions for axis in dimension]

@@ -137,7 +137,11 @@ def score_rows(logits_NV: torch.Tensor, row_M: IntArray, id_M: IntArray, span: S
 
 
 def _share_rows(logits_NV: torch.Tensor, row_M: IntArray, id_M: IntArray, span: Span) -> torch.Tensor:
-    """int64 (M, 2) on the host: this process's share of every score, as ``pack_shares`` lays it out."""
+    """int64 (M, 2) on the host: this process's share of every score, as ``pack_shares`` lays it out. A process whose columns all
+    pad the vocabulary has none, and an empty share."""
+    if not logits_NV.shape[1]:
+        none_M = np.zeros(len(row_M), np.float32)
+        return torch.from_numpy(pack_shares(none_M - np.inf, none_M, none_M, np.zeros(len(row_M), np.bool_)))
     block = max(1, _BLOCK_BYTES // max(4 * logits_NV.shape[1], 1))
     held_M = (id_M >= span[0]) & (id_M < span[1])
     index_M = torch.from_numpy(np.where(held_M, id_M - span[0], 0)).to(logits_NV.device)

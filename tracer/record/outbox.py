@@ -8,16 +8,20 @@ everything is thrown away, the program goes on, and ``failure`` says why.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from tracer.format.dtypes import AnyArray
+from tracer.format.dumps import DumpBlock, DumpWriter
 from tracer.format.schema import Sequence, Span
 from tracer.format.store import RowSet, ShardWriter
 from tracer.record.fingerprint_tensors import PendingFingerprints
 from tracer.record.host import IntArray
 
-__all__ = ["Observation", "Outbox"]
+__all__ = ["Observation", "Outbox", "SavedRows"]
 
 _BATCH_ITEMS = 128
 _QUEUED_BATCHES = 8
@@ -40,24 +44,38 @@ class Observation:
 
 
 @dataclass(frozen=True, eq=False)
+class SavedRows:
+    """Rows of one execution that are saved with their bytes: ``index_S`` of its ``rows``, ``finish`` gives uint8 (S, bytes)."""
+
+    block: DumpBlock
+    rows: RowSet
+    index_S: IntArray
+    fingerprints: PendingFingerprints
+    finish: Callable[[], AnyArray]
+
+
+@dataclass(frozen=True, eq=False)
 class _Ids:
     sequence: int
     position: int
     ids: IntArray
 
 
-_Item = Observation | Sequence | _Ids
+_Item = Observation | SavedRows | Sequence | _Ids
 
 
 class Outbox:
-    """Everything on its way to one ``ShardWriter``. Fed by the traced program's threads, one at a time."""
+    """Everything on its way to one ``ShardWriter`` (and, where bytes are saved, a ``DumpWriter``). Fed by the traced program's
+    threads, one at a time."""
 
-    def __init__(self, writer: ShardWriter) -> None:
+    def __init__(self, writer: ShardWriter, dumps: DumpWriter | None = None) -> None:
         self._writer = writer
+        self._dumps = dumps
         self._batch: list[_Item] = []
         self._queue: queue.Queue[list[_Item] | None] = queue.Queue(_QUEUED_BATCHES)
         self._thread = threading.Thread(target=self._write, name="tracer-writer", daemon=True)
         self._thread.start()
+        self._process = os.getpid()
         self.failure: Exception | None = None
 
     def open_sequence(self, sequence: Sequence) -> None:
@@ -74,15 +92,22 @@ class Outbox:
         if len(self._batch) >= _BATCH_ITEMS:
             self.send()
 
+    def save(self, saved: SavedRows) -> None:
+        """Rows with their bytes, copied already or on their way."""
+        self._batch.append(saved)
+
     def send(self) -> None:
         """Hand what has gathered to the writer; waits while the queue is full."""
         if self._batch:
             batch, self._batch = self._batch, []
-            if self.failure is None:
+            if self.failure is None and os.getpid() == self._process:
                 self._queue.put(batch)
 
     def close(self) -> None:
-        """Send the rest and wait until everything is with the ``ShardWriter``, which is then the caller's again."""
+        """Send the rest and wait until everything is with the ``ShardWriter``, which is then the caller's again. In a forked
+        copy of the process there is no writer: nothing happens."""
+        if os.getpid() != self._process:
+            return
         self.send()
         self._queue.put(None)
         self._thread.join()
@@ -111,7 +136,15 @@ class Outbox:
                 recompute=item.recompute,
                 executions=item.executions,
             )
+        elif isinstance(item, SavedRows):
+            assert self._dumps is not None
+            rows, index_S = item.rows, item.index_S
+            digest_N2 = item.fingerprints.resolve().digest_N2[index_S]
+            expert_N = None if rows.expert_R is None else rows.expert_R[index_S]
+            self._dumps.add(item.block, digest_N2, item.finish(), rows.sequence_R[index_S], rows.position_R[index_S], expert_N)
         elif isinstance(item, Sequence):
             self._writer.open_sequence(item)
+            if self._dumps is not None:
+                self._dumps.open_sequence(item)
         else:
             self._writer.add_ids(item.sequence, item.position, item.ids)

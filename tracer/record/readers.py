@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tracer.errors import Code, MapError
 from tracer.record.boundaries import Source
 from tracer.record.host import Host, Placement
 from tracer.record.snapshot import (
@@ -20,6 +21,7 @@ from tracer.record.snapshot import (
     leaf_paths,
     local_tensor,
     pick_leaf,
+    put_leaf,
     select_columns,
     split_columns,
 )
@@ -66,6 +68,42 @@ class SourceReader:
             rows_NC = split_columns(rows_NC, source.split.index(source.boundary), sizes, source.shares, source.boundary)
         if source.chosen:
             rows_NC = chosen_columns(rows_NC, source.chosen, source.boundary)
+        return rows_NC, row_shape
+
+    def replaced(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, values: torch.Tensor
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """The call with ``values`` in the leaf's place. A deferred leaf becomes negative zeros, which add nothing to any value.
+
+        Raises CaptureError (leaf-not-tensor)."""
+        args, kwargs, output = put_leaf(self._paths, args, kwargs, output, values)
+        if self._added:
+            added = pick_leaf(self._added, args, kwargs, output, none_is_fine=True)
+            if added is not None:
+                args, kwargs, output = put_leaf(self._added, args, kwargs, output, torch.full_like(added, -0.0))
+        return args, dict(kwargs), output
+
+    def copied(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> torch.Tensor:
+        """A copy of the leaf to write into, the deferred one added, wrappers and all. Raises CaptureError (leaf-not-tensor)."""
+        leaf = self.leaf(args, kwargs, output)
+        copied = leaf.clone()
+        if self._added:
+            local_tensor(copied).copy_(self._with_added(local_tensor(leaf), args, kwargs, output))
+        return copied
+
+    def rows_to_write(self, copied: torch.Tensor, forward_rows: int) -> tuple[torch.Tensor, tuple[int, ...]]:
+        """The rows of a leaf from ``copied``, as a view of it, and the sizes of the row axes.
+
+        Raises MapError (map-layout) where its layout allows no view, or the boundary is only a part of the leaf."""
+        source, values = self.source, local_tensor(copied)
+        rows_NC, row_shape = self.layout.to_rows(values, source.boundary, forward_rows)
+        if source.split or source.select or source.chosen or source.parts > 1 or source.tap or rows_NC.data_ptr() != values.data_ptr():
+            raise MapError(
+                Code.MAP_LAYOUT,
+                f"{source.boundary} cannot be replaced: its rows are no view of one leaf",
+                expected="a boundary that is one whole output or input of a module, rows first",
+                found=f"{source.describe()}, layout {source.layout}",
+            )
         return rows_NC, row_shape
 
     def _with_added(self, values: torch.Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> torch.Tensor:

@@ -9,9 +9,10 @@ Shape suffixes: N rows of a leaf, R those of them that are recorded, C columns h
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -45,23 +46,43 @@ from tracer.record.snapshot import local_tensor
 from tracer.record.tallies import BoundaryTally, PositionSet
 from tracer.record.tokens import SequenceRegistry
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "Saver"]
 
 _OUTSTANDING = 64
 """Forwards with checkpointed regions that a recomputation may still belong to."""
 _COUNTED = {
     "outside-forward": "{n} calls of watched modules outside any forward of the root module were not recorded",
+    "other-thread": "{n} calls of watched modules from other threads than the forward's were not recorded",
     "recompute-unattributed": "{n} recomputed module calls were not recorded: the forward they belong to could not be told",
     "scores-dropped": "{n} last rows waited too long for their next token; their log probability was not recorded",
 }
 _BY_HAND = "recorded by hand"
 
 
+class Saver(Protocol):
+    """Sees what is recorded with its values, to save some of them."""
+
+    def begin(self) -> None:
+        """A forward begins."""
+
+    def see(self, observation: Observation, taken_RC: torch.Tensor) -> None:
+        """An execution of a boundary, ``taken_RC`` its recorded rows, to be read before this returns."""
+
+
 class Recorder:
     """What is recorded of one process's run. Every method may raise; the caller stops recording then."""
 
-    def __init__(self, host: Host, plan: Plan, registry: SequenceRegistry, outbox: Outbox, wanted: PositionFilter | None) -> None:
-        """``wanted``: positions to record, None for all. Raises MapError where a source's selector or layout makes no sense."""
+    def __init__(
+        self,
+        host: Host,
+        plan: Plan,
+        registry: SequenceRegistry,
+        outbox: Outbox,
+        wanted: PositionFilter | None,
+        savers: Sequence[Saver] = (),
+    ) -> None:
+        """``wanted``: positions to record, None for all. ``savers``: see every execution with its values. Raises MapError where a
+        source's selector or layout makes no sense."""
         self.tallies = {boundary.name: BoundaryTally(boundary) for boundary in plan.boundaries}
         self.forwards = 0
         self.rows = 0
@@ -73,6 +94,7 @@ class Recorder:
         self._registry = registry
         self._outbox = outbox
         self._wanted = wanted
+        self._savers = savers
         self._whole = host.mesh().world_size == 1
         self._skipped_rows: Counter[str] = Counter()
         self._skipped_forwards: Counter[str] = Counter()
@@ -86,7 +108,7 @@ class Recorder:
         self._inputs = [source.boundary for source in plan.sources if source.derived == "host"]
         self._scored = next((source.boundary for source in plan.sources if source.derived == "logprobs"), "")
         self._scores = NextTokenScores(registry)
-        self._held: list[Observation] = []
+        self._held: list[tuple[Observation, torch.Tensor]] = []
         self._score_slice: Axis | None = None
         """The axis that cuts the logits, where scores are recorded in shares."""
         self._taps: dict[tuple[str, str], Watch] = {}
@@ -96,6 +118,10 @@ class Recorder:
                 watch.readers[0].append(reader)
 
     # ------------------------------------------------------------------------------------------------ forwards
+
+    def running(self) -> ForwardRecord | None:
+        """The forward that is running, None outside any that is recorded."""
+        return self._current
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A root forward begins with the caller's arguments."""
@@ -109,6 +135,8 @@ class Recorder:
         self.forwards += 1
         self.rows += len(record.main.rows)
         self._skipped_rows.update(forward.skipped)
+        for saver in self._savers:
+            saver.begin()
         self._leave_out(forward.rows)
         self._release_scores()
         for scored in self._scores.score_waiting():
@@ -198,6 +226,9 @@ class Recorder:
                 if not (self._skipping or watch.after_root):
                     self.counted["outside-forward"] += 1
                 return None
+            if record is self._current and record.thread != threading.get_ident():
+                self.counted["other-thread"] += 1
+                return None
             if record.grad and self._finder.note_first_pass(record, args, kwargs) and not record.checkpointed:
                 record.checkpointed = True
                 self._outstanding.append(record)
@@ -279,10 +310,14 @@ class Recorder:
         width, spans = placement.width, placement.spans
         if rows_NC.is_complex():
             width, spans = 2 * width, tuple((2 * start, 2 * stop) for start, stop in spans)
+        row_set, taken_RC = selection.rows, selection.take(rows_NC)
+        if spans and not rows_NC.shape[1]:  # it ran, and this process has no column of any row
+            none = np.zeros(0, np.int64)
+            row_set, taken_RC, spans = RowSet(none, none, call.record.number), rows_NC.new_zeros((0, 1)), ((0, 1),)
         observation = Observation(
             source.boundary,
-            selection.rows,
-            fingerprint_tensor(selection.take(rows_NC), width=width, spans=spans),
+            row_set,
+            fingerprint_tensor(taken_RC, width=width, spans=spans),
             _dtype(rows_NC),
             width,
             spans,
@@ -292,6 +327,7 @@ class Recorder:
             executions=int(source.part == 0),
         )
         self._send(observation, source.part == 0)
+        self._show(observation, taken_RC)
         if not (source.part or call.recompute):
             call.record.shown.setdefault(source.boundary, []).append(selection)
 
@@ -301,6 +337,12 @@ class Recorder:
         rows = len(observation.rows) if first_part else 0
         tally = self.tallies[observation.boundary]
         tally.count(rows, observation.executions, observation.recompute, observation.dtype, observation.width)
+
+    def _show(self, observation: Observation, taken_RC: torch.Tensor) -> None:
+        """Let the savers see the values of what was just recorded, recompute apart."""
+        if not observation.recompute:
+            for saver in self._savers:
+                saver.see(observation, taken_RC)
 
     # ------------------------------------------------------------------------------------------------ derived boundaries
 
@@ -323,7 +365,7 @@ class Recorder:
         tally = self.tallies[self._scored]
         if tally.by_hand:
             return
-        whole = placement.spans in ((), ((0, placement.width),))
+        whole = not placement.axis and placement.spans in ((), ((0, placement.width),))
         self._score_slice = None if whole else self._host.mesh().axis(placement.axis)
         if placement.partial or (not whole and not self._shareable(placement)):
             tally.unavailable["columns are sharded in a way that no share of a score can be taken of"] += 1
@@ -346,16 +388,17 @@ class Recorder:
         score_N = scored.score_N if self._wanted is None else scored.score_N[torch.from_numpy(keep).to(scored.score_N.device)]
         if self._score_slice is None:
             fingerprints = fingerprint_tensor(score_N[:, None], width=1)
-            self._held.append(Observation(self._scored, rows, fingerprints, "float32", 1, executions=executions))
+            self._held.append((Observation(self._scored, rows, fingerprints, "float32", 1, executions=executions), score_N[:, None]))
             return
         width, start = SHARE_COLUMNS * self._score_slice.size, SHARE_COLUMNS * self._score_slice.index
         spans = ((start, start + SHARE_COLUMNS),)
         fingerprints = fingerprint_tensor(score_N, width=width, spans=spans)
-        self._held.append(Observation(self._scored, rows, fingerprints, "int64", width, spans, executions=executions))
+        self._held.append((Observation(self._scored, rows, fingerprints, "int64", width, spans, executions=executions), score_N))
 
     def _release_scores(self) -> None:
-        for observation in self._held:
+        for observation, score_NC in self._held:
             self._send(observation)
+            self._show(observation, score_NC)
         self._held.clear()
 
     def record_by_hand(self, name: str, values: torch.Tensor, sequence: int, position_N: IntArray) -> None:
@@ -388,17 +431,21 @@ class Recorder:
             rows_NC, position_N = rows_NC[torch.from_numpy(keep_R).to(rows_NC.device)], position_N[keep_R]
         rows = RowSet(np.full(len(position_N), sequence, np.int64), position_N, max(self.forwards - 1, 0))
         width = rows_NC.shape[1] * (2 if rows_NC.is_complex() else 1)
-        self._send(Observation(name, rows, fingerprint_tensor(rows_NC, width=width), _dtype(rows_NC), width))
+        observation = Observation(name, rows, fingerprint_tensor(rows_NC, width=width), _dtype(rows_NC), width)
+        self._send(observation)
+        self._show(observation, rows_NC)
 
     # ------------------------------------------------------------------------------------------------ the end
 
     def boundaries(self, weights: Mapping[str, tuple[str, ...]], declared: Sequence[NotComputed]) -> tuple[Boundary, ...]:
         """Every boundary with its verdict. ``weights``: semantic names per boundary; ``declared``: rows the host never computed."""
         modules = {source.boundary: source.module for source in self._plan.sources if source.derived != "host"}
+        skipped = "; ".join(f"{n} skipped: {reason}" for reason, n in self._skipped_forwards.items())
+        no_forward = skipped or self._host.compiled_reason("")
         finished = []
         for name, tally in self.tallies.items():
             silent = "" if tally.executions or name not in modules else self._host.compiled_reason(modules[name])
-            boundary = tally.finish(self.forwards, self.rows, silent, declared, self._registry)
+            boundary = tally.finish(self.forwards, self.rows, silent if self.forwards else no_forward, declared, self._registry)
             finished.append(msgspec.structs.replace(boundary, weights=weights.get(name, boundary.weights)))
         return tuple(finished)
 

@@ -16,11 +16,15 @@ import msgspec
 
 from tracer import errors
 from tracer.errors import CaptureError, Code, TracerError, UsageError
-from tracer.record.capture import Trace, TraceOptions
+from tracer.format.dumps import DumpPlan
+from tracer.record.capture import Trace
+from tracer.record.dumping import dump_globs
 from tracer.record.host import Host
 from tracer.record.map_entries import BoundaryMap
+from tracer.record.options import TraceOptions
 from tracer.record.run_identity import RunIdentity, agree_on_run
 from tracer.record.tallies import reason_of
+from tracer.record.tokens import read_request_names
 
 __all__ = ["Processes", "RemoteTrace", "TraceServer"]
 
@@ -47,6 +51,10 @@ class _Start(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...] | None
     token_slice: tuple[int | None, int | None, int | None] | None
     weights: str | bool | None
+    dump: tuple[str, ...] = ()
+    max_dump_bytes: int
+    plan: DumpPlan | None = None
+    perturb_ulps: int = 0
 
 
 class _Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +76,13 @@ class RemoteTrace:
                 found=repr(options.sequences),
                 remedy="leave sequences= out",
             )
+        for name in ("against", "feed", "pin"):
+            if getattr(options, name) is not None:
+                raise UsageError(
+                    Code.INTERVENTION_REFUSED if name != "against" else Code.BAD_ARGUMENT,
+                    f"{name}= needs the model in this process; this one runs in the engine's workers",
+                    remedy="build the engine in this process" + (", or use tracer diff A B --plan FILE" if name == "against" else ""),
+                )
         self._processes = processes
         self._options = options
         self._version = version
@@ -82,8 +97,8 @@ class RemoteTrace:
         return self._identity.out
 
     def requests(self, names: Iterable[str]) -> None:
-        """Name the requests that come next, in the order in which the engine takes them up."""
-        self._tell("requests", [str(name) for name in names])
+        """Name the requests that come next, in the order in which the engine takes them up: see ``Trace.requests``."""
+        self._tell("requests", read_request_names(names))
 
     def policy(self, version: str | int) -> None:
         """What follows was computed with this version of the policy."""
@@ -180,7 +195,6 @@ class TraceServer:
 
 
 def _start_message(options: TraceOptions, identity: RunIdentity, version: str) -> _Start:
-    """Raises UsageError (bad-argument) for tokens that are no slice and no whole numbers."""
     tokens = options.tokens
     return _Start(
         out=str(identity.out),
@@ -188,20 +202,31 @@ def _start_message(options: TraceOptions, identity: RunIdentity, version: str) -
         version=version,
         map=options.map if isinstance(options.map, BoundaryMap) else str(options.map),
         level=options.level,
-        boundaries=None if options.boundaries is None else _names(options.boundaries),
-        tokens=None if tokens is None or isinstance(tokens, slice) else tuple(int(position) for position in tokens),
+        boundaries=None if options.boundaries is None else tuple(options.boundaries),
+        tokens=None if tokens is None or isinstance(tokens, slice) else tuple(tokens),
         token_slice=(tokens.start, tokens.stop, tokens.step) if isinstance(tokens, slice) else None,
         weights=options.weights,
+        dump=dump_globs(options.dump),
+        max_dump_bytes=options.max_dump_bytes,
+        plan=options.plan,
+        perturb_ulps=options.perturb_ulps,
     )
-
-
-def _names(boundaries: str | Sequence[str]) -> tuple[str, ...]:
-    return (boundaries,) if isinstance(boundaries, str) else tuple(boundaries)
 
 
 def _options(start: _Start) -> TraceOptions:
     tokens = slice(*start.token_slice) if start.token_slice is not None else start.tokens
-    return TraceOptions(start.map, start.out, start.level, start.boundaries, tokens, start.weights)
+    return TraceOptions(
+        map=start.map,
+        out=start.out,
+        level=start.level,
+        boundaries=start.boundaries,
+        tokens=tokens,
+        weights=start.weights,
+        dump=start.dump or None,
+        max_dump_bytes=start.max_dump_bytes,
+        plan=start.plan,
+        perturb_ulps=start.perturb_ulps,
+    )
 
 
 def _not_recording() -> UsageError:

@@ -9,6 +9,7 @@ Shape suffixes: N rows (product of the row axes, in the leaf's own order), C col
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ __all__ = [
     "leaf_paths",
     "local_tensor",
     "pick_leaf",
+    "put_leaf",
     "select_columns",
     "split_columns",
 ]
@@ -117,6 +119,48 @@ def _into(value: Any, step: int | str) -> Any:
     if isinstance(value, Mapping) and step in value:
         return value[step]
     return getattr(value, step, _MISSING)
+
+
+def put_leaf(
+    paths: Sequence[LeafPath], args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, value: torch.Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Arguments, keyword arguments and output with ``value`` in the place of the leaf that ``pick_leaf`` picks. Containers on
+    the way are copied, nothing that was passed in is changed.
+
+    Raises CaptureError (leaf-not-tensor) where there is no such leaf."""
+    pick_leaf(paths, args, kwargs, output)
+    for path in paths:
+        root: Any = output if path.root is LeafRoot.OUTPUT else args if path.root is LeafRoot.INPUT else kwargs
+        found = root
+        for step in path.steps:
+            found = _into(found, step)
+        if isinstance(found, torch.Tensor):
+            changed = _with(root, path.steps, value)
+            break
+    if path.root is LeafRoot.OUTPUT:
+        return args, dict(kwargs), changed
+    return (changed, dict(kwargs), output) if path.root is LeafRoot.INPUT else (args, changed, output)
+
+
+def _with(container: Any, steps: Sequence[int | str], value: torch.Tensor) -> Any:
+    """A copy of the container with ``value`` at the end of ``steps``."""
+    if isinstance(container, torch.Tensor) or not steps:
+        return value
+    step, rest = steps[0], steps[1:]
+    inner = _with(_into(container, step), rest, value)
+    if isinstance(container, tuple):
+        step = step if isinstance(step, int) else container._fields.index(step)  # type: ignore[attr-defined]
+        items = (*container[:step], inner, *container[step + 1 :])
+        return type(container)(*items) if hasattr(container, "_fields") else items
+    changed = copy.copy(container)
+    if isinstance(container, Mapping):
+        key = list(container)[step] if isinstance(step, int) else step
+        changed[key] = inner
+    elif isinstance(step, int):
+        changed[step] = inner
+    else:
+        setattr(changed, step, inner)
+    return changed
 
 
 def local_tensor(leaf: torch.Tensor) -> torch.Tensor:

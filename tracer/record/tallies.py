@@ -52,9 +52,7 @@ class PositionSet:
         """Take positions of one sequence out."""
         left = self.spans(sequence)
         for start, stop in removed:
-            left = [
-                piece for low, high in left for piece in ((low, min(high, start)), (max(low, stop), high)) if piece[0] < piece[1]
-            ]
+            left = [piece for low, high in left for piece in ((low, min(high, start)), (max(low, stop), high)) if piece[0] < piece[1]]
         self._spans[sequence] = left
 
     def spans(self, sequence: int) -> list[Span]:
@@ -117,7 +115,7 @@ class BoundaryTally:
         self, forwards: int, rows: int, silent_because: str, declared: Iterable[NotComputed], registry: SequenceRegistry
     ) -> Boundary:
         """The boundary for the manifest. ``forwards`` and ``rows``: of the whole trace. ``silent_because``: why its hook may
-        never fire. ``declared``: rows the host never computed."""
+        never fire, or why no forward ran. ``declared``: rows the host never computed."""
         status, reason = self.boundary.status, self.boundary.reason
         if status is BoundaryStatus.RECORDED:
             status, reason = self._verdict(forwards, rows, silent_because, declared, registry)
@@ -139,7 +137,7 @@ class BoundaryTally:
             total = self.executions + self.failures.total()
             return BoundaryStatus.VACUOUS, "; ".join(f"{why} ({n} of {total} executions)" for why, n in self.failures.items())
         if forwards == 0 and not self.executions:
-            return BoundaryStatus.VACUOUS, "no forward ran"
+            return BoundaryStatus.VACUOUS, f"no forward ran: {silent_because}" if silent_because else "no forward ran"
         if self.unavailable:
             why = "; ".join(self.unavailable)
             if not self.executions:

@@ -11,17 +11,21 @@ documents are numbered from 0 in flattened order, -1 is padding. All arrays are 
 
 from __future__ import annotations
 
+import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from tracer.errors import CaptureError, Code
+from tracer.errors import CaptureError, Code, UsageError
 from tracer.format import schema
+from tracer.format.token_keys import PrefixKeys
 from tracer.record.host import IntArray, Rows
 
 __all__ = [
+    "DocumentLengths",
     "SequenceRegistry",
     "document_rows",
     "documents_from_cu_seqlens",
@@ -31,12 +35,59 @@ __all__ = [
     "first_columns",
     "label_rows",
     "offsets_in_documents",
+    "read_lengths",
+    "read_request_names",
     "visible_from",
     "visible_keys",
 ]
 
 BoolArray = npt.NDArray[np.bool_]
 DocumentLengths = Sequence[Sequence[int]]
+"""Per batch row the lengths of its documents, in order."""
+
+
+def read_lengths(given: object) -> DocumentLengths:
+    """The user's ``sequences=`` as document lengths: cu_seqlens of one packed row (whole numbers), or per batch row the
+    lengths of its documents. Raises UsageError (bad-argument) for anything else."""
+    try:
+        items = list(given)  # type: ignore[call-overload]
+        flat = all(np.ndim(item) == 0 and not isinstance(item, str) for item in items)
+        rows = [[operator.index(number) for number in row] for row in ([items] if flat else items)]
+    except (TypeError, ValueError):
+        rows, flat = [], False
+    if flat and rows[0][0:1] == [0] and rows[0] == sorted(rows[0]):
+        return [np.diff(rows[0]).tolist()]
+    if flat or not rows or any(length < 0 for row in rows for length in row):
+        raise UsageError(
+            Code.BAD_ARGUMENT,
+            "sequences= does not say where documents begin",
+            expected="cu_seqlens of one packed row, ascending from 0: [0, 7, 12]; or per batch row the lengths of its documents: [[7, 5]]",
+            found=repr(given)[:200],
+        )
+    return rows
+
+
+def read_request_names(names: object) -> list[str]:
+    """What ``t.requests`` was given, as a list. Raises UsageError (bad-argument) for anything but strings, and for a name
+    given twice: it would say of two sequences that they are one request."""
+    told = None if isinstance(names, str) or not isinstance(names, Iterable) else list(names)
+    if told is None or not all(isinstance(name, str) for name in told):
+        raise UsageError(
+            Code.BAD_ARGUMENT,
+            "t.requests takes one name per sequence",
+            expected='a list of strings, "" for a sequence without a name',
+            found=repr(names if told is None else told)[:200],
+        )
+    twice = [name for name, count in Counter(told).items() if name and count > 1]
+    if twice:
+        raise UsageError(
+            Code.BAD_ARGUMENT,
+            "t.requests was given a name twice",
+            expected="every sequence of a forward under a name of its own",
+            found=", ".join(twice[:8]),
+            remedy="number the samples of one prompt: p0-s0, p0-s1",
+        )
+    return told
 
 
 def documents_from_mask(mask_BS: npt.ArrayLike) -> IntArray:
@@ -74,21 +125,23 @@ def documents_from_cu_seqlens(cu_seqlens: npt.ArrayLike, rows: int) -> IntArray:
     return documents_from_lengths([length_D.tolist()], rows)
 
 
-def documents_from_lengths(lengths_B: DocumentLengths, columns: int) -> IntArray:
+def documents_from_lengths(lengths_B: DocumentLengths, columns: int, mask_BS: npt.ArrayLike | None = None) -> IntArray:
     """Documents of packed batch rows: (B * columns,). ``lengths_B``: per batch row the lengths of its documents, in
-    order; empty ones get no number, columns behind the last are padding."""
+    order; empty ones get no number, columns behind the last are padding, and so are those where the mask is zero."""
     document_BS = np.full((len(lengths_B), columns), -1, np.int64)
+    real_BS = np.ones(document_BS.shape, bool) if mask_BS is None else np.asarray(mask_BS) != 0
     number = 0
-    for row_S, lengths in zip(document_BS, lengths_B, strict=True):
+    for row_S, real_S, lengths in zip(document_BS, real_BS, lengths_B, strict=True):
         kept = [length for length in lengths if length > 0]
-        if sum(kept) > columns or any(length < 0 for length in lengths):
+        column_T = np.flatnonzero(real_S)
+        if sum(kept) > len(column_T) or any(length < 0 for length in lengths):
             raise CaptureError(
                 Code.BAD_ARGUMENT,
                 "document lengths do not fit the batch row",
-                expected=f"at most {columns} tokens",
+                expected=f"at most {len(column_T)} tokens",
                 found=str(list(lengths)),
             )
-        row_S[: sum(kept)] = number + np.repeat(np.arange(len(kept)), kept)
+        row_S[column_T[: sum(kept)]] = number + np.repeat(np.arange(len(kept)), kept)
         number += len(kept)
     return document_BS.reshape(-1)
 
@@ -187,6 +240,7 @@ class SequenceRegistry:
         self._index: dict[tuple[str, str], int] = {}
         self._sequences: list[schema.Sequence] = []
         self._known: list[_Known] = []
+        self._keys: dict[int, PrefixKeys] = {}
         self._requests: list[str] = []
         self._lengths: DocumentLengths | None = None
         self.notes: list[schema.Note] = []
@@ -272,43 +326,78 @@ class SequenceRegistry:
             known_N[here] = known.known_T[position_N[here]]
         return id_N, known_N
 
+    def keys(self, sequence_N: IntArray, position_N: IntArray) -> tuple[npt.NDArray[np.uint64], BoolArray]:
+        """Token keys at (sequence, position), and whether every id up to there is known: both (N,)."""
+        key_N, known_N = np.zeros(len(sequence_N), np.uint64), np.zeros(len(sequence_N), bool)
+        for sequence in np.unique(sequence_N[sequence_N >= 0]).tolist():
+            here = np.flatnonzero(sequence_N == sequence)
+            known = self._known[sequence]
+            prefix = self._keys.setdefault(sequence, PrefixKeys(self._sequences[sequence].salt))
+            start, stop = len(prefix.keys), min(int(position_N[here].max()) + 1, len(known.id_T))
+            unknown = np.flatnonzero(~known.known_T[start:stop])
+            prefix.extend(known.id_T[start : start + int(unknown[0]) if len(unknown) else max(stop, start)])
+            here = here[(position_N[here] >= 0) & (position_N[here] < len(prefix.keys))]
+            key_N[here] = [prefix.keys[position] for position in position_N[here].tolist()]
+            known_N[here] = True
+        return key_N, known_N
+
     def name_requests(self, names: Iterable[str]) -> None:
-        """Names for the sequences of the next forward, in batch order."""
-        self._requests = [str(name) for name in names]
+        """Names for the sequences of the next forward, in batch order. Names that no forward took are noted and replaced.
+
+        Raises UsageError (bad-argument): see ``read_request_names``."""
+        told = read_request_names(names)
+        if self._requests:
+            text = f"the request names {', '.join(self._requests[:8])} were replaced before a forward took them"
+            self.notes.append(schema.Note(code="requests-replaced", text=text))
+        self._requests = told
 
     def take_requests(self, n: int) -> list[str]:
-        """Names given for the next forward's ``n`` sequences, "" where none; they are used up."""
+        """Names given for the next forward's ``n`` sequences, "" where none; they are used up. Where their number is
+        another, which name is whose cannot be told: none is used, and a note says so."""
         names, self._requests = self._requests, []
         if names and len(names) != n:
-            text = f"{len(names)} request names were given for a forward of {n} sequences"
+            text = f"{len(names)} request names were given for a forward of {n} sequences: none was used"
             self.notes.append(schema.Note(code="requests-mismatch", text=text))
-        return [*names[:n], *[""] * (n - len(names))]
+        return names if len(names) == n else [""] * n
+
+    def take_first_requests(self, n: int) -> list[str]:
+        """Names for ``n`` sequences that an engine takes up now, "" where none are left; the other names wait."""
+        names, self._requests = self._requests[:n], self._requests[n:]
+        return [*names, *[""] * (n - len(names))]
 
     def unused_requests(self) -> list[str]:
         """Names that no forward has taken yet."""
         return self._requests
 
-    def give_lengths(self, lengths: Iterable[object] | None) -> None:
-        """The user's ``sequences=`` for the coming forwards: cu_seqlens of one packed row (whole numbers), or per
-        batch row the lengths of its documents."""
-        items = None if lengths is None else list(lengths)
-        if items is None:
-            self._lengths = None
-        elif all(np.ndim(item) == 0 for item in items):  # type: ignore[arg-type]
-            self._lengths = [np.diff([int(item) for item in items]).tolist()]  # type: ignore[call-overload]
-        else:
-            self._lengths = [[int(length) for length in row] for row in items]  # type: ignore[attr-defined]
+    def give_lengths(self, lengths: object) -> None:
+        """The user's ``sequences=`` for the coming forwards, None where they say nothing. Raises UsageError (bad-argument):
+        see ``read_lengths``."""
+        self._lengths = None if lengths is None else read_lengths(lengths)
 
-    def document_lengths(self, batch: int) -> DocumentLengths | None:
-        """Document lengths per batch row as the user gave them, None if they gave none.
+    def document_lengths(self, token_BS: npt.ArrayLike) -> DocumentLengths | None:
+        """Document lengths per batch row as the user gave them, None if they gave none. ``token_BS``: which columns are
+        real tokens, not padding; the documents of a batch row hold all of them.
 
-        Raises CaptureError (bad-argument) where they speak of another number of batch rows."""
-        if self._lengths is not None and len(self._lengths) != batch:
-            raise CaptureError(
+        Raises UsageError (bad-argument) where they speak of other rows or of another number of tokens."""
+        if self._lengths is None:
+            return None
+        token_B = np.asarray(token_BS).sum(axis=1, dtype=np.int64).tolist()
+        if len(self._lengths) != len(token_B):
+            raise UsageError(
                 Code.BAD_ARGUMENT,
                 "sequences= does not fit the batch",
-                expected=f"documents of {batch} batch rows",
+                expected=f"documents of {len(token_B)} batch rows",
                 found=f"documents of {len(self._lengths)}",
                 remedy="give cu_seqlens for one packed row, or one list of document lengths per batch row",
             )
+        for b, (lengths, tokens) in enumerate(zip(self._lengths, token_B, strict=True)):
+            if sum(lengths) != tokens:
+                raise UsageError(
+                    Code.BAD_ARGUMENT,
+                    "sequences= does not fit the batch",
+                    where=f"batch row {b}",
+                    expected=f"documents of {tokens} tokens in all",
+                    found=f"{' + '.join(map(str, lengths)) or 'none'} = {sum(lengths)}",
+                    remedy="give every token a document; mask padding with attention_mask, or count it as a document of its own",
+                )
         return self._lengths

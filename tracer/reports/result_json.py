@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 import msgspec
 
 from tracer.errors import Code, UsageError
+from tracer.read.findings import RESULT_VERSION, DiffResult
+from tracer.reports.writing import write_whole
 
-__all__ = ["encode_result", "write_result"]
+__all__ = ["encode_result", "read_result", "write_result"]
 
 
 def encode_result(result: msgspec.Struct) -> bytes:
@@ -28,19 +29,26 @@ def write_result(result: msgspec.Struct, target: str) -> None:
         sys.stdout.write(text.decode())
         sys.stdout.flush()
         return
-    path = Path(target)
-    sibling = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    write_whole(text, target, "--json")
+
+
+def read_result(source: str) -> DiffResult:
+    """What ``tracer diff --json`` wrote, checked as strictly as it was written.
+
+    Raises ``UsageError`` (not-a-result): no such file, no JSON, another version, or another command's result.
+    """
+    expected = f"a file that tracer diff --json wrote, version {RESULT_VERSION}"
     try:
-        try:
-            sibling.write_bytes(text)
-            os.replace(sibling, path)
-        finally:
-            sibling.unlink(missing_ok=True)
-    except OSError as error:
+        result = msgspec.json.decode(Path(source).read_bytes(), type=DiffResult)
+    except (OSError, ValueError) as error:
+        found = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         raise UsageError(
-            Code.BAD_ARGUMENT,
-            "the JSON file could not be written",
-            where=str(path),
-            found=error.strerror or str(error),
-            remedy="choose another --json",
-        ) from error
+            Code.NOT_A_RESULT, "this is not the result of a comparison", where=source, expected=expected, found=found,
+            remedy="run tracer diff A B --json FILE and give that file",
+        ) from error  # fmt: skip
+    if result.version != RESULT_VERSION:
+        raise UsageError(
+            Code.NOT_A_RESULT, "this result was written by another version of tracer", where=source, expected=expected,
+            found=f"version {result.version}", remedy="run tracer diff again with this version",
+        )  # fmt: skip
+    return result

@@ -9,7 +9,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tracer.read.findings import BoundaryOutcome, BoundaryResult, Counts, DiffResult, Distance, Finding, Kind, Side, SideSummary, Verdict
+from tracer.read.findings import (
+    BoundaryOutcome,
+    BoundaryResult,
+    Counts,
+    DiffResult,
+    Distance,
+    DumpLine,
+    Finding,
+    Kind,
+    Side,
+    SideSummary,
+    Verdict,
+)
 
 if TYPE_CHECKING:  # each command loads the reader it needs, and no other
     from tracer.read.inventory import Inventory
@@ -89,6 +101,8 @@ def view_diff(result: DiffResult, *, everything: bool = False) -> list[Block]:
     table = _boundaries(result, everything)
     if table is not None:
         blocks.append(table)
+    if result.dumps:
+        blocks.append(_dumps(result.dumps))
     findings = [finding for finding in result.findings if everything or not _said_by_table(finding, result)]
     if findings:
         blocks.append(Items("findings", tuple(_grouped(findings, None if everything else _PER_CODE))))
@@ -133,7 +147,7 @@ def _class(result: DiffResult) -> list[tuple[str, str]]:
     found = result.classification
     if found is None:
         return []
-    lines = [("class", found.klass.value)]
+    lines = [("class", f"{found.klass.value} ({found.confidence.value} confidence)")]
     for label, texts in (("evidence", found.evidence), ("not proven", found.not_proven)):
         lines += [(label if number == 0 else "", text) for number, text in enumerate(texts)]
     roots = result.roots[1:] if result.roots and result.first == result.roots[0].place else result.roots
@@ -236,6 +250,50 @@ def _rest(result: DiffResult, shown: set[int]) -> str:
     if not hidden:
         return ""
     return "not shown: " + ", ".join(f"{number} {outcome}" for outcome, number in hidden.items()) + " (--all shows every boundary)"
+
+
+# ---------------------------------------------------------------- dumps
+
+
+def _dumps(dumps: Sequence[DumpLine]) -> Table:
+    """Raw values of both sides, one line per boundary."""
+    columns = (
+        "dumped", "role", "rows", "shape", "dtype", "finite", "max abs", "MAE", "relative L2", "cosine", "ulps", "B above", "first bad",
+        "note",
+    )  # fmt: skip
+    return Table(columns, tuple(_dump_line(line) for line in dumps))
+
+
+def _dump_line(line: DumpLine) -> tuple[str, ...]:
+    finite = f"{line.finite_a:.0%}" if line.finite_a == line.finite_b else f"{line.finite_a:.2%}, {line.finite_b:.2%}"
+    first = ""
+    if line.first_column is not None:
+        expert = f"/e{line.first_expert}" if line.first_expert is not None else ""
+        first = f"{line.first_request}:{line.first_position}{expert} column {line.first_column}"
+    notes = [line.text] if line.text else []
+    if line.log_softmax is not None and line.total_variation is not None:
+        argmax = f"argmax differs in {line.argmax_differs} rows"
+        notes.append(f"log-softmax {line.log_softmax:.2e}, total variation {line.total_variation:.2e}, {argmax}")
+    return (
+        line.boundary,
+        line.role,
+        f"{line.rows_differing} of {line.rows} differ",
+        f"{line.rows} x {line.columns}",
+        line.dtype_a if line.dtype_a == line.dtype_b else f"{line.dtype_a}, {line.dtype_b}",
+        finite,
+        _number(line.max_abs),
+        _number(line.mae),
+        "undefined" if line.relative_l2 is None and line.max_abs is not None else _number(line.relative_l2),
+        "undefined" if line.cosine is None and line.max_abs is not None else "" if line.cosine is None else f"{line.cosine:.6f}",
+        "" if line.ulps is None else f"{line.ulps:.3g}",
+        "" if line.b_above is None else f"{line.b_above:.0%}",
+        first,
+        "; ".join(notes),
+    )
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else "0" if value == 0 else f"{value:.2e}"
 
 
 # ---------------------------------------------------------------- findings and conditions

@@ -1,0 +1,33 @@
+"""What a session asks of a script without changing it: environment variables that take the place of ``trace``'s arguments.
+
+``TRACER_OUT`` and ``TRACER_RUN_ID`` belong to the run's identity, ``TRACER_PLAN`` to its dumps.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from tracer.errors import Code, UsageError
+
+__all__ = ["BOUNDARIES_VARIABLE", "LEVEL_VARIABLE", "MAP_VARIABLE", "overridden"]
+
+LEVEL_VARIABLE = "TRACER_LEVEL"
+BOUNDARIES_VARIABLE = "TRACER_BOUNDARIES"
+MAP_VARIABLE = "TRACER_MAP"
+
+_Map = TypeVar("_Map")
+
+
+def overridden(
+    map: _Map, level: int, boundaries: str | Sequence[str] | None, environment: Mapping[str, str] = os.environ
+) -> tuple[_Map | str, int, str | Sequence[str] | None]:
+    """``map``, ``level`` and ``boundaries`` as given, or as the environment says: a name or file, 0 to 2, globs with commas between.
+
+    Raises UsageError (bad-argument)."""
+    text = environment.get(LEVEL_VARIABLE, "")
+    if text and text not in ("0", "1", "2"):
+        raise UsageError(Code.BAD_ARGUMENT, f"{LEVEL_VARIABLE} is no level", expected="0, 1 or 2", found=text)
+    globs = [part.strip() for part in environment.get(BOUNDARIES_VARIABLE, "").split(",") if part.strip()]
+    return environment.get(MAP_VARIABLE) or map, int(text) if text else level, globs or boundaries
