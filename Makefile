@@ -11,7 +11,7 @@ PROJECT := -e '.[transformers,dev]'
 
 # A package index may be out of reach for a moment: three tries, then the error stands.
 pip = for try in 1 2 3; do \
-	$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-compile -c constraints/$(2).txt $(3) && break; \
+	$(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints/$(2).txt $(3) && break; \
 	if [ $$try = 3 ]; then echo "pip failed three times; see above" >&2; exit 1; fi; sleep 5; done
 
 define environment
@@ -114,7 +114,7 @@ $(MEGATRON)/.stamp: $(NEWEST)/.stamp constraints/megatron.txt
 $(VLLM)/.stamp: pyproject.toml constraints/vllm.txt
 	$(PYTHON) -m venv $(VLLM)
 	@echo "installing vLLM into $(VLLM) (2 GB, two to four minutes)"
-	@$(call pip,$(VLLM),vllm,--no-deps -r constraints/vllm.txt)
+	@$(call pip,$(VLLM),vllm,--no-compile --no-deps -r constraints/vllm.txt)
 	@$(call pip,$(VLLM),vllm,--no-deps -e .)
 	@$(VLLM)/bin/python -m compileall -q -j 0 $(VLLM)/lib > /dev/null || true # some files are for other versions of Python
 	touch $@

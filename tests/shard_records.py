@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class Rank:
         self.mesh = tuple(Axis(name=name, index=index, size=size) for name, (index, size) in (mesh or {}).items())
         self.boundaries: dict[str, Boundary] = {}
         self.labels: dict[str, int] = {}
+        self.rows_of_part: Counter[tuple[str, tuple[Span, ...]]] = Counter()
 
     def open(self, label: str, ids: Sequence[int] | None = None, **fields: Any) -> int:
         """Open a sequence, or find it again, and record its ids where given."""
@@ -98,7 +100,9 @@ class Rank:
         if block.get("recompute"):
             self._count(name, recomputed=1)
         else:
-            self._count(name, executions=1, row_count=len(rows))
+            before = max((held for (of, _), held in self.rows_of_part.items() if of == name), default=0)
+            self.rows_of_part[name, spans] += len(rows)
+            self._count(name, executions=1, row_count=max(0, self.rows_of_part[name, spans] - before))
         return self
 
     def declare(self, name: str, **fields: Any) -> Rank:
@@ -127,6 +131,7 @@ class Rank:
             mesh=self.mesh,
             map=MapIdentity(family="tiny", host="test", root_class="Tiny", digest="0"),
             level=2,
+            weights_mode="none",
             boundaries=tuple(self.boundaries.values()),
             counts=Counts(forwards=1, rows=1),
         )

@@ -34,6 +34,7 @@ def catalogue(layers: int = 4, *, moe: bool = False) -> list[Boundary]:
     found = [
         Boundary(name="input.ids", level=0),
         Boundary(name="input.positions", level=0),
+        Boundary(name="input.visible_from", level=0),
         Boundary(name="embedding", level=0, inputs=("input.ids",), weights=("embedding.weight",)),
     ]
     stream = "embedding"
@@ -42,7 +43,7 @@ def catalogue(layers: int = 4, *, moe: bool = False) -> list[Boundary]:
         found += [
             Boundary(name=f"{at}.attn.norm", level=2, inputs=(stream,), weights=(f"{at}.attn.norm.weight",)),
             Boundary(name=f"{at}.attn.q", level=2, inputs=(f"{at}.attn.norm",), weights=(f"{at}.attn.q.weight",)),
-            Boundary(name=f"{at}.attn.core", level=2, inputs=(f"{at}.attn.q", "input.positions"), mixes_tokens=True),
+            Boundary(name=f"{at}.attn.core", level=2, inputs=(f"{at}.attn.q", "input.positions", "input.visible_from"), mixes_tokens=True),
             Boundary(name=f"{at}.attn.out", level=1, inputs=(f"{at}.attn.core",), weights=(f"{at}.attn.out.weight",)),
             Boundary(name=f"{at}.attn.residual", level=2, inputs=(stream, f"{at}.attn.out")),
         ]
@@ -169,6 +170,8 @@ class Side:
         if boundary.name == "input.positions":
             positions = [list(self.positions.values())[s][p] for s, p in zip(self.sequence, self.position, strict=True)]
             return Values(np.array(positions)[:, None], "int64", every)
+        if boundary.name == "input.visible_from":
+            return Values(np.zeros((len(self), 1), np.int64), "int64", every)
         # rows depend on the boundary and on the key alone, so equal tokens have equal values on both sides
         name = zlib.crc32(boundary.name.encode())
 
@@ -280,6 +283,7 @@ class Side:
                     level=self.level,
                     boundaries=listed,
                     conditions=self.conditions,
+                    weights_mode="digest" if self.weights else "none",
                     weights=tuple(self.weights.values()),
                     interventions=self.interventions,
                 ),

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
+from pathlib import Path
+from typing import Any
 
+import msgspec
+import pytest
+import torch
+
+import tracer
 from tests.sides import Side
+from tests.small_model import SmallHost, SmallModel, small_map
 from tracer.format.schema import BoundaryStatus
 from tracer.read.absences import absent_boundary, missing_rows, token_findings
 from tracer.read.compare import compare_boundary
@@ -44,6 +52,18 @@ def test_what_a_status_means(status_a: Status | None, status_b: Status | None, o
     result, finding = absent_boundary(info, x, y, NOTHING_SAID)
     assert result.outcome is outcome
     assert (None if finding is None else finding.side) is side
+
+
+def test_what_both_call_recorded_and_neither_holds_is_missing() -> None:
+    """A boundary that is called recorded and of which no side has a single execution is an absence, not an equality."""
+    sides = []
+    for side in (Side(), Side()):
+        side.drop(NAME)
+        trace = side.trace()
+        infos = [msgspec.structs.replace(info, status=Status.RECORDED) if info.name == NAME else info for info in trace.catalogue]
+        sides.append(dataclasses.replace(trace, catalogue=tuple(infos)))
+    result = tracer.diff_traces(*sides)
+    assert (result.exit, "missing on both sides: 0 executions" in result.headline) == (2, True)
 
 
 def test_what_a_side_said_itself_is_not_said_again() -> None:
@@ -103,3 +123,29 @@ def test_tokens_that_part_match_and_are_missing_are_told_apart() -> None:
         (FindingCode.ROWS_UNMATCHED, Kind.ABSENCE),
     ]
     assert found[0].text.startswith("x:3: A has id 4, B has id 5; 1 row of A and 1 of B from there on are not compared")
+
+
+@pytest.mark.parametrize(
+    ("options_a", "options_b", "code", "said"),
+    [
+        ({}, {"tokens": slice(0, 2)}, FindingCode.ROWS_UNMATCHED, "computed but not recorded by B: outside tokens="),
+        ({"weights": False}, {}, FindingCode.WEIGHT_MISSING, "A recorded no weights, the other side did"),
+        ({"boundaries": "input.*"}, {"boundaries": "input.*"}, FindingCode.NOTHING_COMPARED, "only inputs were compared"),
+        ({"level": 0}, {"level": 2}, FindingCode.BOUNDARY_MISSING, "missing on A"),
+    ],
+    ids=["tokens=", "weights=False", "inputs alone", "levels"],
+)
+def test_what_one_side_left_out_of_its_recording_is_no_same(
+    options_a: dict[str, Any], options_b: dict[str, Any], code: FindingCode, said: str, tmp_path: Path
+) -> None:
+    """Rows, weights or boundaries that a recording was told to leave out are exit 2 with the option, though all else is equal."""
+    model = SmallModel()
+    for name, options in (("a", options_a), ("b", options_b)):
+        recording = tracer.trace(model, map=small_map(tmp_path), host=SmallHost(model), out=tmp_path / name, strict=True, **options)
+        with torch.no_grad(), recording:
+            model(torch.tensor([[11, 12, 13, 14, 15]]), mask=torch.ones(1, 5))
+    result = tracer.diff_traces(tmp_path / "a", tmp_path / "b")
+    assert result.exit == 2
+    assert {finding.code for finding in result.findings if finding.kind is Kind.ABSENCE} == {code}
+    assert said in result.headline
+    assert result.next_step

@@ -17,8 +17,7 @@ import tracer
 from tracer.errors import Code, SessionError, UsageError
 from tracer.hosts.demo_model import build_pair, find_fault
 from tracer.read.findings import Class
-from tracer.sessions import bisection as bisection_module
-from tracer.sessions.archive import RunStatus
+from tracer.sessions.archive import RunStatus, write_state
 from tracer.sessions.bisection import Bisection, Session, SessionStatus, Stage, StepStatus, bisect_traces
 
 FIRST = "layers.2.moe.topk_weights"
@@ -141,7 +140,7 @@ class Killed(BaseException):
 
 def test_killed_at_every_write_it_resumes_to_the_same_answer(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever a process dies, another one goes on from there: same answer, no folder used twice, no run lost from the index."""
-    write, count, limit = bisection_module.write_state, 0, 0
+    write, count, limit = write_state, 0, 0
 
     def dying(file: Path, state: Any) -> None:
         nonlocal count

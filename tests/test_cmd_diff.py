@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.cli_runs import run_tracer
-from tests.trace_files import BOUNDARIES, fingerprints, manifest, row_set
+from tests.trace_files import BOUNDARIES, commit, fingerprints, row_set
 from tracer.format.dumps import read_plan
 from tracer.format.schema import Sequence
 from tracer.format.store import ShardWriter
@@ -28,10 +28,10 @@ def write(out: Path, *, changed: str = "", by: float = 0.0) -> Path:
         assert found.sum_squares_N is not None
         found.sum_squares_N[:] = np.square(found.sketch_N16.astype(np.float64)).sum(axis=1)
         if name == changed:
-            found.digest_N2[5] += np.uint64(1)
+            found.digest_N2[5] += np.uint64(1e6 * by)
             found.sketch_N16[5] *= np.float32(1 + by)
         writer.add(name, rows, found, dtype="bfloat16", width=64)
-    writer.commit(manifest(rows=8, run_id=out.name))
+    commit(writer, run_id=out.name)
     return out
 
 
@@ -44,7 +44,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 def test_exit_codes_and_the_line(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     """Equal traces exit 0, different ones 1, and the first line says which."""
     assert run_tracer("diff", pair[0], pair[0]) == 0
-    assert capsys.readouterr().out.startswith("Same: 8 rows at 3 boundaries, all identical")
+    assert capsys.readouterr().out.startswith("Same: 8 rows at 3 boundaries, all identical; A and B are one run, a: compared with itself")
     assert run_tracer("diff", *pair) == 1
     assert capsys.readouterr().out.startswith("First divergence: layers.0.residual, request s0, token 5")
 
@@ -59,7 +59,23 @@ def test_floor_and_tolerance(pair: tuple[Path, Path], tmp_path: Path, capsys: py
     assert run_tracer("diff", *pair, "--tolerance", "relative=2e-3") == 0
     assert run_tracer("diff", *pair, "--tolerance", "layers.*.residual=2e-3") == 0
     assert run_tracer("diff", *pair, "--tolerance", "relative=1e-4") == 1
-    assert run_tracer("diff", *pair, "--floor", "self") == 1
+
+
+def test_self_is_no_floor_where_nothing_was_seen_twice(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    """``--floor self`` of traces without siblings or repeats is refused with what to do, instead of a floor of zero."""
+    assert run_tracer("diff", *pair, "--floor", "self") == 2
+    err = capsys.readouterr().err
+    assert "neither side saw any row twice" in err
+    assert "--floor-a" in err
+
+
+@pytest.mark.parametrize(("limit", "close"), [("layers.0.residul=1", "layers.0.residual"), ("nothing.*=1", "a name or glob")])
+def test_a_tolerance_of_no_boundary_is_refused(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str], limit: str, close: str) -> None:
+    """A name or glob that no boundary has is a usage error, with the names that are close."""
+    assert run_tracer("diff", *pair, "--tolerance", limit) == 2
+    err = capsys.readouterr().err
+    assert f"where: {limit.partition('=')[0]}" in err
+    assert close in err
 
 
 @pytest.mark.parametrize(("option", "which"), [("--floor-a", 0), ("--floor-a", 1), ("--floor-b", 0), ("--floor-b", 1)])
@@ -90,6 +106,20 @@ def test_all(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> Non
     """``--all`` leaves nothing out."""
     run_tracer("diff", *pair, "--all")
     assert "not shown" not in capsys.readouterr().out
+
+
+def test_linked_folders_are_read_as_what_they_link_to(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Links to a trace or a shard are followed, and a trace reached by two ways is still one run; a link to itself is no trace."""
+    (tmp_path / "link").symlink_to(pair[0], target_is_directory=True)
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards/shard-00000").symlink_to(pair[0] / "shard-00000", target_is_directory=True)
+    for other in ("link", "shards"):
+        assert run_tracer("diff", pair[0], tmp_path / other) == 0
+        assert "A and B are one run" in capsys.readouterr().out
+    assert run_tracer("diff", tmp_path / "link", pair[1]) == 1
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert run_tracer("diff", pair[0], tmp_path / "loop") == 2
+    assert "[not-a-trace]" in capsys.readouterr().err
 
 
 def test_plan_is_written_only_for_a_difference(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

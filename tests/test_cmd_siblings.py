@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli_runs import run_tracer
-from tests.trace_files import BOUNDARIES, fingerprints, manifest, row_set, write_shard
+from tests.trace_files import BOUNDARIES, commit, fingerprints, row_set, write_shard
 from tracer.format.schema import Sequence
 from tracer.format.store import ShardWriter
 
@@ -20,7 +20,7 @@ def write_twice(out: Path, seed: int) -> Path:
     for forward in (0, 1):
         for name in BOUNDARIES:
             writer.add(name, row_set(range(4), forward=forward), fingerprints(4, seed * forward), dtype="bfloat16", width=64)
-    writer.commit(manifest(rows=8))
+    commit(writer)
     return out
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
+import msgspec
 import numpy as np
 import pytest
 
-from tests.sides import Side
+from tests.sides import Side, catalogue
+from tracer.format.schema import RowScope
 from tracer.read.compare import SKETCH_RESOLUTION, Comparison, Method, compare_boundary
+from tracer.read.diff import diff_traces
+from tracer.read.findings import BoundaryOutcome
+from tracer.read.floor import Tolerance
 from tracer.read.logical import PartialPart
 from tracer.read.pairing import pair_sides
 
@@ -111,3 +117,31 @@ def test_distances_outlive_the_statistics() -> None:
     found.release()
     assert "statistics" not in found.__dict__
     np.testing.assert_array_equal(found.distance_D, before)
+
+
+def test_statistics_that_no_row_has_give_no_distance() -> None:
+    """A sum of squares that is not finite, as only a damaged or forged file has it, is no distance of zero: no limit covers it."""
+    for squares in (np.nan, np.inf):
+        a, b = Side(), Side()
+        b.values["final_norm"].rows[2, 3] = -0.0
+        a.values["final_norm"].rows[2, 3] = 0.0
+        trace = b.trace()
+        boundary = trace.boundaries["final_norm"]
+        statistics = boundary.load_statistics()
+        assert statistics is not None
+        odd = dataclasses.replace(statistics, sum_squares_R=np.full_like(statistics.sum_squares_R, squares))
+        forged_boundary = dataclasses.replace(boundary, load_statistics=functools.partial(dataclasses.replace, odd))
+        boundaries = {**trace.boundaries, "final_norm": forged_boundary}
+        forged = dataclasses.replace(trace, boundaries=boundaries)
+        assert diff_traces(a.trace(), trace, tolerance=Tolerance(1.0)).exit == 0
+        assert diff_traces(a.trace(), forged, tolerance=Tolerance(1.0)).exit == 1
+
+
+def test_rows_about_another_token_are_not_compared() -> None:
+    """A boundary whose rows speak of the next token on one side only is incomparable, not different."""
+    other = [msgspec.structs.replace(info, rows=RowScope.NEXT) if info.name == "layers.1.mlp.out" else info for info in catalogue()]
+    b = Side(boundaries=other)
+    result = diff_traces(Side().trace(), b.trace())
+    found = next(boundary for boundary in result.boundaries if boundary.name == "layers.1.mlp.out")
+    assert (result.exit, found.outcome) == (2, BoundaryOutcome.INCOMPARABLE)
+    assert "of the next on the other" in result.headline

@@ -37,7 +37,7 @@ def test_a_condition_of_one_side_is_listed() -> None:
 def test_what_differs_by_layer_meets_what_does_not() -> None:
     """An attribute with several values by layer is one text under its own name."""
     scaled: dict[str, object] = {"scaling": {"by_index": {"0.25": "0 2", "0.5": "1"}}}
-    assert differing(scaled, {"scaling": 0.25}) == {"scaling": {"a": "0.25 in 0 2, 0.5 in 1", "b": 0.25}}
+    assert differing(scaled, {"scaling": 0.25}) == {"scaling": {"a": "0.25 at 0 2, 0.5 at 1", "b": 0.25}}
 
 
 def test_processes_that_differ_are_told() -> None:
@@ -64,3 +64,14 @@ def test_declared_quantization_is_a_lead() -> None:
 def test_both_sides_alike_is_no_lead() -> None:
     """Conditions that both sides share suggest nothing."""
     assert leads(differing({"dropout": {"p": 0.1}}, {"dropout": {"p": 0.1}})) == []
+
+
+def test_values_by_layer_are_one_line() -> None:
+    """What a host lists by layer index is read as values and where they hold, against a single value of the other side."""
+    a: dict[str, object] = {"mlp": {"top_k": 2}}
+    layers, experts = {"2": "0 1 2 5", "4": "3"}, {"1": "0.1 0.2", "2": "1.1"}
+    b: dict[str, object] = {"mlp": {"top_k": {"by_index": layers}, "experts": {"by_index": experts}}}
+    assert differing(a, b) == {
+        "mlp.experts": {"a": None, "b": "1 at 0.1 0.2, 2 at 1.1"},
+        "mlp.top_k": {"a": 2, "b": "2 at 0..2 5, 4 at 3"},
+    }

@@ -566,6 +566,17 @@ def test_s27_the_same_split_is_compared_rank_by_rank() -> None:
     assert "partial sums" in next(boundary.text for boundary in result.boundaries if boundary.name == NAME)
 
 
+def test_the_same_parts_on_other_coordinates_are_equal() -> None:
+    """Parts of one sum that lie on other coordinates of the axis are the same sum; another part is still found."""
+    a, b, c = Side(), Side(), Side()
+    for side, shares in ((a, (0.75, 0.25)), (b, (0.25, 0.75)), (c, (0.25, 0.5))):
+        partial(side, NAME, shares)
+    result = diff_traces(a.trace(), b.trace())
+    assert result.exit == 0
+    assert "in 12 rows the same parts on other coordinates" in next(line.text for line in result.boundaries if line.name == NAME)
+    assert first(diff_traces(a.trace(), c.trace()))[0] == NAME
+
+
 def test_s28a_partial_sums_against_the_whole_are_left_open() -> None:
     """Partial sums whose sketches add up to the other side's value are never identical: exit 2 without a floor."""
     b = Side()
@@ -658,6 +669,33 @@ def test_f40_ids_that_are_not_the_highest_are_told() -> None:
     b.values["layers.1.moe.expert_out"].experts = b.values["layers.1.moe.topk_ids"].rows.reshape(-1).astype(np.int64)
     result = diff_traces(a.trace(), b.trace())
     assert "on B 1 token did not choose the highest of B's own scores" in result.headline
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_another_top_k_is_a_discrete_path_mismatch(swapped: bool) -> None:
+    """Another number of choices per row is the first divergence, with both numbers; what has their width follows from it."""
+    a, b = moe_sides()
+    for layer in (0, 1, 2, 3):
+        at = f"layers.{layer}.moe"
+        ids, weights, out = (b.values[f"{at}.{name}"] for name in ("topk_ids", "topk_weights", "expert_out"))
+        logits = b.values[f"{at}.router_logits"].rows
+        chosen = a.values[f"{at}.topk_ids"].rows
+        further = [[e for e in np.argsort(-row) if e not in own][:2] for own, row in zip(chosen, logits, strict=True)]
+        ids.rows = np.sort(np.concatenate([chosen, np.array(further)], axis=1), axis=1)
+        weights.rows = np.repeat(weights.rows, 2, axis=1)
+        out.rows, out.tokens = np.repeat(out.rows, 2, axis=0), np.repeat(out.tokens, 2)
+        out.experts = ids.rows.reshape(-1).astype(np.int64)
+    b.change("layers.0.moe.combine")
+    sides = (b.trace(), a.trace()) if swapped else (a.trace(), b.trace())
+    for floor in ((), Side(moe=True).trace()):
+        result = diff_traces(*sides, floor_a=() if swapped else floor)
+        assert (result.exit, first(result)) == (1, ("layers.0.moe.topk_ids", "s0", 0))
+        assert {root.klass for root in result.roots} == {Class.DISCRETE}
+        assert ("top_k: 4 against 2" if swapped else "top_k: 2 against 4") in result.headline
+        assert "the fewer ids among the more in every token" in result.headline
+        assert "same top_k" in result.next_step
+        assert codes(result, Kind.ABSENCE) == []
+    assert outcome(result, "layers.0.moe.topk_weights") is BoundaryOutcome.INCOMPARABLE
 
 
 def test_s23_a_lost_expert_row_is_unmatched() -> None:

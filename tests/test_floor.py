@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -77,6 +79,41 @@ def test_a_choice_is_within_the_floor_only_if_the_floor_flips_there_too() -> Non
     assert next(entry.outcome for entry in within.boundaries if entry.name == ids) is BoundaryOutcome.WITHIN_FLOOR
 
 
+@pytest.mark.parametrize("name", ["input.positions", "layers.*.moe.topk_ids"])
+def test_inputs_and_choices_have_no_tolerance(name: str) -> None:
+    """A limit for what is equal or not is refused instead of doing nothing; a glob that reaches other boundaries too is fine."""
+    a, b = Side(moe=True).trace(), Side(moe=True).trace()
+    with pytest.raises(UsageError, match="inputs and choices have no tolerance"):
+        diff_traces(a, b, tolerance=Tolerance(per_boundary={name: 1.0}))
+    assert diff_traces(a, b, tolerance=Tolerance(per_boundary={"layers.*": 1.0})).exit == 0
+
+
+def test_a_boundary_within_tolerance_neither_heals_nor_hides_what_it_carries() -> None:
+    """What is within its tolerance is not equal: the fault above does not heal there, and what follows below is no root."""
+    b = Side()
+    b.carry_on(NAME, "s0:5")
+    result = diff_traces(Side().trace(), b.trace(), tolerance=Tolerance(per_boundary={"lm_head": 1.0, "final_norm": 1.0}))
+    assert [root.place.boundary for root in result.roots] == [NAME]
+    outcomes = {boundary.name: boundary.outcome for boundary in result.boundaries}
+    assert outcomes["lm_head"] is outcomes["final_norm"] is BoundaryOutcome.WITHIN_FLOOR
+    assert outcomes["scorer.logprobs"] is outcomes["layers.3.residual"] is BoundaryOutcome.DIFFERS
+    assert "equal again" not in " ".join(boundary.text for boundary in result.boundaries)
+    alone = Side()
+    alone.change("lm_head", "s0:5")
+    alone.change("scorer.logprobs", "s0:6")
+    result = diff_traces(Side().trace(), alone.trace(), tolerance=Tolerance(per_boundary={"lm_head": 1.0}))
+    assert [root.place.boundary for root in result.roots] == ["scorer.logprobs"]
+    assert "equal or within floor" in result.next_step
+
+
+def test_a_floor_of_own_noise_is_stated_only_where_rows_were_seen_again() -> None:
+    """``floor="self"`` gives no floor to boundaries of which every row was seen once."""
+    side = Side()
+    side.noise = {NAME: 2e-3}
+    result = diff_traces(side.trace(), Side().trace(), floor="self")
+    assert {boundary.name: boundary.floor for boundary in result.boundaries if boundary.floor is not None} == {NAME: 2e-3}
+
+
 def test_inputs_and_counts_of_nonfinite_values_are_never_covered() -> None:
     """No tolerance makes other positions equal, nor a NaN where the other side has a number."""
     a, b = Side(), Side()
@@ -143,6 +180,38 @@ def test_a_boundary_the_floor_lacks_has_no_floor() -> None:
     result = diff_traces(Side().trace(), b.trace(), floor_a=noisy.trace())
     found = next(entry for entry in result.boundaries if entry.name == "layers.3.attn.q")
     assert (result.exit, found.floor, found.rows_above_floor) == (1, None, 1)
+
+
+def test_a_run_of_the_other_side_is_no_floor() -> None:
+    """A floor trace that equals the other side bit for bit, and not its own, would excuse every fault of the other side."""
+    faulty = changed(1e-3, path="b")
+    for floor_a, floor_b in ((changed(1e-3), None), (None, Side())):
+        floors = [() if side is None else side.trace() for side in (floor_a, floor_b)]
+        with pytest.raises(UsageError, match="a run of the other side"):
+            diff_traces(Side().trace(), faulty.trace(), floor_a=floors[0], floor_b=floors[1])
+    assert diff_traces(Side().trace(), faulty.trace(), floor_a=Side().trace(), floor_b=changed(1e-3).trace()).exit == 1
+
+
+def test_a_floor_with_other_inputs_or_top_k_is_refused() -> None:
+    """A floor trace that was given other positions, or chose another number of experts, would excuse more than noise."""
+    shifted = Side()
+    shifted.values["input.positions"].rows[2:] += 1
+    with pytest.raises(UsageError, match=r"not fed or routed") as error:
+        diff_traces(Side().trace(), changed(1e-3).trace(), floor_a=shifted.trace())
+    assert "input.positions" in error.value.where
+    wider = Side(moe=True)
+    ids = wider.values["layers.1.moe.topk_ids"]
+    ids.rows = np.concatenate([ids.rows, ids.rows + 1], axis=1)
+    with pytest.raises(UsageError, match=r"not fed or routed"):
+        diff_traces(Side(moe=True).trace(), Side(moe=True).trace(), floor_b=wider.trace())
+
+
+def test_a_floor_of_another_map_is_refused() -> None:
+    """Boundaries of another map or model class are other places, whatever their names."""
+    trace = Side().trace()
+    other = msgspec.structs.replace(trace.manifest, map=msgspec.structs.replace(trace.manifest.map, family="llama"))
+    with pytest.raises(UsageError, match="map llama"):
+        diff_traces(Side().trace(), Side().trace(), floor_a=dataclasses.replace(trace, manifests=(other,)))
 
 
 @pytest.mark.parametrize(

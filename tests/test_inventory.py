@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from tests.trace_files import edit_manifest, write_shard
-from tracer.errors import Code, TraceFormatError
+from tests.trace_files import edit_manifest, flip, write_shard
 from tracer.format.schema import Axis, NotComputed, Skipped
 from tracer.format.schema import Counts as ShardCounts
 from tracer.read.findings import FindingCode
@@ -34,7 +31,7 @@ def test_a_finished_trace(tmp_path: Path) -> None:
 
 def test_s39_an_unfinished_trace_still_shows_its_segments(tmp_path: Path) -> None:
     """A shard without a manifest is listed as unfinished, with the rows of the segments that were flushed."""
-    write_shard(tmp_path / "t", commit=False)
+    write_shard(tmp_path / "t", committed=False)
     found = take_inventory(str(tmp_path / "t"))
     assert not found.complete
     assert [finding.code for finding in found.findings][:1] == [FindingCode.SHARD_UNCOMMITTED]
@@ -50,10 +47,15 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     assert found.shards[0].mesh == "tp=0/2"
 
 
-def test_an_unreadable_manifest_is_an_error(tmp_path: Path) -> None:
-    """A committed file that cannot be read raises, it is not shown as empty."""
+def test_an_altered_trace_is_shown_as_far_as_it_can_be_read(tmp_path: Path) -> None:
+    """A flipped byte and a manifest of another format are problems by file, and what is left is listed."""
     shard = write_shard(tmp_path / "t")
+    flip(shard / "segment-000001.safetensors")
+    found = take_inventory(str(tmp_path / "t"))
+    assert not found.complete
+    assert [(problem.code, Path(problem.file).name) for problem in found.problems] == [("checksum-mismatch", "segment-000001.safetensors")]
+    assert [(line.name, line.rows) for line in found.boundaries][:1] == [("embedding", 4)]
     edit_manifest(shard, lambda content: content.update(format=2))
-    with pytest.raises(TraceFormatError) as error:
-        take_inventory(str(tmp_path / "t"))
-    assert error.value.code is Code.FORMAT_UNSUPPORTED
+    found = take_inventory(str(tmp_path / "t"))
+    assert [problem.code for problem in found.problems][:1] == ["format-unsupported"]
+    assert (found.complete, found.level) == (False, None)

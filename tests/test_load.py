@@ -9,13 +9,14 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.shard_records import tensor_parallel
-from tests.trace_files import BOUNDARIES, edit_manifest, write_shard
+from tests.trace_files import BOUNDARIES, edit_manifest, flip, write_shard
 from tracer.errors import Code, TraceFormatError, UsageError
 from tracer.format.schema import Axis, MapIdentity
 from tracer.read.findings import FindingCode, Kind
@@ -183,7 +184,7 @@ def test_incomplete_recording(tmp_path: Path) -> None:
 def test_uncommitted_shard(tmp_path: Path) -> None:
     """S39: a shard without a manifest is found, and its finished segments can be read; torn ones are named."""
     write_shard(tmp_path, rank=0, world_size=2)
-    shard = write_shard(tmp_path, rank=1, forwards=3, commit=False)
+    shard = write_shard(tmp_path, rank=1, forwards=3, committed=False)
     (shard / "segment-000002.safetensors").write_bytes(b"half")
     trace = load_trace(tmp_path)
     assert codes(trace) == [FindingCode.SHARD_UNCOMMITTED, FindingCode.SEGMENT_TORN]
@@ -195,17 +196,10 @@ def test_uncommitted_shard(tmp_path: Path) -> None:
 
 def test_no_shard_committed(tmp_path: Path) -> None:
     """A run of which nothing committed is found to be that."""
-    write_shard(tmp_path, commit=False)
+    write_shard(tmp_path, committed=False)
     trace = load_trace(tmp_path)
     assert (trace.shards, trace.world_size, trace.run_id) == ((), 0, "")
     assert codes(trace) == [FindingCode.SHARD_UNCOMMITTED]
-
-
-def flip(path: Path) -> None:
-    """Alter the last byte."""
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 def test_altered_files_raise_and_are_all_reported(tmp_path: Path) -> None:
@@ -229,20 +223,42 @@ def test_altered_files_raise_and_are_all_reported(tmp_path: Path) -> None:
     assert not report.good
 
 
-def test_verify_counts_against_the_manifest(tmp_path: Path) -> None:
-    """A boundary whose rows in the segments are not those that the manifest counts is a problem, unless recording stopped."""
+def test_counts_are_held_against_the_manifest(tmp_path: Path) -> None:
+    """A boundary of which the segments hold other rows or executions than the manifest counts, or which it does not list, is
+    refused, unless recording stopped."""
     shard = write_shard(tmp_path)
     report = verify_trace(tmp_path)
     assert (report.good, report.shards, report.files, report.rows, report.fingerprints) == (True, 1, 3, 8, 24)
     assert report.bytes == sum(file.stat().st_size for file in shard.glob("segment-*"))
-    edit_manifest(shard, lambda content: content["boundaries"][1].update(row_count=9))
-    (problem,) = verify_trace(tmp_path).problems
-    assert BOUNDARIES[1] in problem.text
-    assert (problem.expected, problem.found) == ("9 rows", "8 rows")
-    edit_manifest(shard, lambda content: content["boundaries"].pop(1))
-    assert [problem.expected for problem in verify_trace(tmp_path).problems] == ["0 rows"]
+    changes: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+        (lambda content: content["boundaries"][1].update(row_count=9), "rows 9, executions 2, dtype bfloat16"),
+        (lambda content: content["boundaries"][1].update(row_count=8, executions=1), "rows 8, executions 1, dtype bfloat16"),
+        (lambda content: content["boundaries"][1].update(executions=2, dtype="float32"), "rows 8, executions 2, dtype float32"),
+        (lambda content: content["boundaries"].pop(1), "every boundary that the segments hold"),
+    ]
+    for change, expected in changes:
+        edit_manifest(shard, change)
+        (problem,) = verify_trace(tmp_path).problems
+        assert BOUNDARIES[1] in problem.text
+        assert (problem.expected, problem.found.removesuffix(", dtype bfloat16")) == (expected, "rows 8, executions 2")
+        with pytest.raises(TraceFormatError, match=BOUNDARIES[1]):
+            load_trace(tmp_path)
     edit_manifest(shard, lambda content: content.update(complete=False))
     assert verify_trace(tmp_path).problems == ()
+
+
+def test_a_manifest_that_was_edited_is_refused(tmp_path: Path) -> None:
+    """Any value of a manifest that was changed without its checksum is found; another layout of the same JSON is none."""
+    shard = write_shard(tmp_path)
+    path = shard / "manifest.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(dict(reversed(content.items()))))
+    assert verify_trace(tmp_path).good
+    for key, value in (("boundaries", content["boundaries"][:2]), ("level", 2), ("complete", False), ("xxh3_128", "")):
+        path.write_text(json.dumps(content | {key: value}))
+        with pytest.raises(TraceFormatError) as caught:
+            load_trace(tmp_path)
+        assert (caught.value.code, caught.value.where) == (Code.CHECKSUM_MISMATCH, str(path))
 
 
 def test_progress_reaches_the_whole(tmp_path: Path) -> None:
@@ -258,12 +274,10 @@ def test_progress_reaches_the_whole(tmp_path: Path) -> None:
 def test_a_large_world_opens_in_linear_time_and_little_memory(tmp_path: Path) -> None:
     """512 shards take about 8 times as long as 64, a few kilobytes each, and keep no file mapped."""
     shard = write_shard(tmp_path / "one", forwards=1)
-    content = json.loads((shard / "manifest.json").read_text())
     for size in (64, 512):
         for rank in range(size):
             shutil.copytree(shard, tmp_path / str(size) / f"shard-{rank:05d}")
-            text = json.dumps(content | {"rank": rank, "world_size": size})
-            (tmp_path / str(size) / f"shard-{rank:05d}/manifest.json").write_text(text)
+            edit_manifest(tmp_path / str(size) / f"shard-{rank:05d}", partial(dict.update, rank=rank, world_size=size))
     seconds = {}
     for size in (64, 512):
         start = time.process_time()

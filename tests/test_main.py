@@ -7,12 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.cli_runs import run_tracer
 from tests.trace_files import edit_manifest, write_shard
 from tracer.cli import main as command_line
 from tracer.cli.main import COMMANDS
+from tracer.reports.result_json import Failure
 
 
 def python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -68,6 +70,34 @@ def test_s40_s41_an_altered_trace_is_2_and_names_the_file(tmp_path: Path, capsys
     edit_manifest(bad, lambda content: content.update(format=2))
     assert run_tracer("diff", good.parent, bad.parent) == 2
     assert "[format-unsupported]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["diff", "weights", "siblings", "show", "verify"])
+def test_an_error_is_json_too(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A command that ends in an error writes it to ``--json`` FILE or standard output, in place of an earlier result, as strict JSON."""
+    traces = [tmp_path / "nowhere"] * (2 if command in ("diff", "weights") else 1)
+    (tmp_path / "out.json").write_text('{"exit": 0}')
+    assert run_tracer(command, *traces, "--json", tmp_path / "out.json") == 2
+    written = msgspec.json.decode((tmp_path / "out.json").read_bytes(), type=Failure, strict=True)
+    assert (written.exit, written.verdict, written.error.code, written.error.where) == (2, "could not tell", "not-a-trace", str(traces[0]))
+    assert written.error.expected
+    capsys.readouterr()
+    assert run_tracer(command, *traces, "--json=-") == 2
+    captured = capsys.readouterr()
+    assert msgspec.json.decode(captured.out, type=Failure) == written
+    assert "[not-a-trace]" in captured.err
+
+
+def test_a_command_line_that_cannot_be_read_is_json_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Missing arguments and unknown options end up in the JSON; a JSON file that cannot be written is no second error."""
+    for arguments, what in ((["diff", "a", "--json", "-"], "B"), (["show", "a", "--nonsense", "--json", "-"], "--nonsense")):
+        assert run_tracer(*arguments) == 2
+        failure = msgspec.json.decode(capsys.readouterr().out, type=Failure)
+        assert failure.error.code == "bad-argument"
+        assert what in failure.error.what
+    write_shard(tmp_path / "t")
+    assert run_tracer("show", tmp_path / "t", "--json", tmp_path / "missing/out.json") == 2
+    assert capsys.readouterr().err.count("tracer: [") == 1
 
 
 def test_our_own_bug_is_2_and_asks_for_a_report(

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from tests.sides import Side
 from tracer.format.schema import Boundary
+from tracer.read.diff import diff_traces
+from tracer.read.findings import FindingCode
 from tracer.read.pairing import IDS, POSITIONS, Pairing, pair_sides
 
 EMBEDDING = [Boundary(name="embedding", level=0)]
@@ -76,6 +78,42 @@ def test_siblings_share_their_prompt() -> None:
     pairing = paired(a, b)
     assert where(pairing) == [(IDS, 3, 3, 21, 21)]
     assert pairing.matched == 20 + 3 * 2 + 1
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("longer", [True, False])
+def test_of_several_beams_the_one_that_goes_along_is_the_partner(named: bool, longer: bool) -> None:
+    """A beam that one side left early stands unmatched, although it bears the request or label of the other side's sequence."""
+    final = [*PROMPT, 1, 2, 3, 4]
+    a = {"0": [*PROMPT, 9, 9], "3.fork": final, "1": [50, 51, 52]}
+    b = {"0": [*final, 5] if longer else final[:-1], "1": [50, 51, 52], "2": [PROMPT[0], 60, 61, 62]}
+    requests = {"0": "r0", "3.fork": "r0", "1": "r1", "2": "r2"} if named else {}
+    for sides in ((a, b), (b, a)):
+        pairing = paired(*sides, requests=requests)
+        assert pairing.partings == ()
+        left_a, left_b = (pairing.only_a, pairing.only_b) if sides[0] is a else (pairing.only_b, pairing.only_a)
+        assert (len(left_a), len(left_b)) == (2 if longer else 3, 4 if longer else 3)
+
+
+def test_a_beam_left_behind_is_no_difference() -> None:
+    """Beams of one side alone give exit 2 with their rows, the compared ones identical; a fault in the final beam is still found."""
+    a = Side({"0": [*PROMPT, 9, 9], "3.fork": [*PROMPT, 1, 2, 3, 4]})
+    b = Side({"0": [*PROMPT, 1, 2, 3]})
+    result = diff_traces(a.trace(), b.trace())
+    assert (result.exit, {finding.code for finding in result.findings}) == (2, {FindingCode.ROWS_UNMATCHED})
+    assert "everything compared is identical" in result.headline
+    b.carry_on("layers.1.attn.out", "0:21")
+    found = diff_traces(a.trace(), b.trace())
+    assert (found.exit, found.first and found.first.boundary) == (1, "layers.1.attn.out")
+
+
+def test_siblings_of_one_request_are_paired_by_prefix() -> None:
+    """Several sequences of one request are told apart by their ids; the one that differs parts, without a common id too."""
+    a = {str(n): [*PROMPT, n, n] for n in range(3)}
+    b = {**a, "2": [*PROMPT, 2, 99]}
+    names = dict.fromkeys(("0", "1", "2"), "r0")
+    assert where(paired(a, b, requests=names)) == [(IDS, 2, 2, 21, 21)]
+    assert where(paired(a, {**a, "2": [7, 8, 9]}, requests=names)) == [(IDS, 2, 2, 0, 0)]
 
 
 def test_documents_at_another_offset() -> None:

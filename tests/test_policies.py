@@ -13,8 +13,10 @@ import pytest
 import typer
 
 import tracer
+from tests.score_cases import make_batch
 from tracer.cli.main import COMMANDS, build_app
 from tracer.errors import Code
+from tracer.format.score_file import write_scores
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE_HOSTS = ("pypi" + ".org", "python" + "hosted", "download.py" + "torch", "hugging" + "face.co", "conda" + ".io", "conda" + "-forge")
@@ -55,8 +57,10 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_public_names() -> None:
     """The facade exports exactly these names, sorted, and every one resolves."""
-    functions = ["bisect_traces", "diff_traces", "load_boundary_map", "open_trace", "replay_operator", "suggest_map"]
-    assert tracer.__all__ == ["Tolerance", "TracerError", *functions, "trace", "vllm_options"]
+    functions = ["bisect_traces", "collect_sglang", "collect_trainer", "collect_vllm", "compare_scores", "diff_traces"]
+    functions += ["load_boundary_map", "open_trace", "read_scores", "replay_operator", "suggest_map", "trace", "vllm_options"]
+    functions += ["write_scores"]
+    assert tracer.__all__ == ["ScoreRecord", "Tolerance", "TracerError", *functions]
     for name in tracer.__all__:
         assert callable(getattr(tracer, name))
 
@@ -167,11 +171,13 @@ READING = [
     ["diff", "--help"],
     ["diff", "{a}", "{b}"],
     ["diff", "{a}", "{b}", "--all", "--json", "-"],
-    ["diff", "{a}", "{b}", "--floor", "self"],
+    ["diff", "{a}", "{b}", "--tolerance", "relative=1e-9"],
     ["show", "{a}"],
     ["verify", "{a}"],
     ["weights", "{a}", "{b}"],
     ["siblings", "{a}"],
+    ["scores", "compare", "{scores}"],
+    ["scores", "update", "{scores}", "{scores}"],
 ]
 
 
@@ -181,13 +187,15 @@ def demo_traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("traces") / "demo"
     run = run_python(f"from tracer.cli.main import main; main(['demo', '--out', {str(folder)!r}])")
     assert run.returncode == 0, run.stdout + run.stderr
+    write_scores(folder / "scores.safetensors", make_batch().records())
     return folder
 
 
 @pytest.mark.parametrize("arguments", READING, ids=" ".join)
 def test_reading_needs_no_torch(arguments: list[str], demo_traces: Path) -> None:
     """Reading commands work where torch and every framework cannot be imported, in under half a second of CPU on small traces."""
-    filled = [argument.format(a=demo_traces / "a", b=demo_traces / "b") for argument in arguments]
+    scores = demo_traces / "scores.safetensors"
+    filled = [argument.format(a=demo_traces / "a", b=demo_traces / "b", scores=scores) for argument in arguments]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run = run_python(f"{BLOCK_TORCH}\nfrom tracer.cli.main import main\nmain({filled!r})")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import io
 import re
+from pathlib import Path
 
 import pytest
 
 from tests.sides import Side
+from tests.trace_files import write_shard
+from tracer.errors import Code, UsageError
 from tracer.read.diff import diff_traces
+from tracer.read.inventory import take_inventory
+from tracer.read.load import verify_trace
+from tracer.read.siblings import check_siblings
+from tracer.read.weight_report import diff_weights
 from tracer.reports.terminal import print_view, render_plain
-from tracer.reports.view import Block, Facts, Headline, Items, Table, view_diff
+from tracer.reports.view import (
+    Block,
+    Facts,
+    Headline,
+    Items,
+    Table,
+    view_diff,
+    view_inventory,
+    view_siblings,
+    view_verify,
+    view_weights,
+)
 
 BLOCKS: list[Block] = [
     Headline("First divergence: layers.2.attn.out", "bad"),
@@ -76,8 +94,62 @@ def test_a_terminal_is_never_overrun(width: int, monkeypatch: pytest.MonkeyPatch
     text = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
     assert max(len(line) for line in text.splitlines()) <= width
     assert "…" not in text
-    assert "unlocalized" in "".join(text.split())
+    assert "correctnesserror" in "".join(text.split())
     assert "layers.2.attn.out" in "".join(text.split())
+
+
+HOSTILE = "s0\x1b[2J\r\u202enot\n"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_names_cannot_steer_the_terminal(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control characters and marks that turn the direction of writing, in names that come from a trace, are written out."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "400")
+    a, b = Side(), Side()
+    for side in (a, b):
+        side.requests = {"s0": HOSTILE}
+        side.path = f"traces/{HOSTILE}"
+    b.carry_on("layers.2.attn.out", "s0:5")
+    out = Terminal() if terminal else io.StringIO()
+    print_view(view_diff(diff_traces(a.trace(), b.trace())), out)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
+    assert not set("\x1b\r\u202e") & set(text)
+    assert "request s0\\x1b[2J\\r\\u202enot\\n, token 5" in text
+    assert "\x1b" not in str(UsageError(Code.BAD_ARGUMENT, "odd", where=HOSTILE))
+
+
+@pytest.mark.parametrize("width", [40, 50, 60, 75])
+def test_narrow_tables_lose_nothing(width: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a narrow terminal every word of every report is there, no line is wider, and what continues is indented."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    b = Side(moe=True)
+    b.carry_on("layers.2.attn.out", "s0:5")
+    b.drop("layers.1.moe.combine", reason="its module was never called")
+    b.set_weight("lm_head.weight", 1)
+    write_shard(tmp_path / "t", world_size=2, conditions={"model": {"config": {"rope_theta": 10000}}})
+    a = Side(moe=True).trace()
+    views = (
+        view_diff(diff_traces(a, b.trace(), floor_a=Side(moe=True).trace()), everything=True),
+        view_weights(diff_weights(a, b.trace()), everything=True),
+        view_inventory(take_inventory(str(tmp_path / "t")), everything=True),
+        view_verify(verify_trace(tmp_path / "t")),
+        view_siblings(check_siblings(a)),
+    )
+    for blocks in views:
+        out = Terminal()
+        print_view(blocks, out)
+        text = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
+        assert max(len(line) for line in text.splitlines()) <= width
+        assert "…" not in text
+        whole = "".join(text.split())
+        for block in blocks:
+            for row in block.rows if isinstance(block, Table) else ():
+                for cell in row:
+                    assert "".join(cell.split()) in whole
 
 
 def test_a_dumb_terminal_gets_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:

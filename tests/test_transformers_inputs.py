@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ import transformers
 
 from tests.host_driver import HostDriver, cache_argument, dynamic_cache
 from tests.tiny_models import make_ids, make_model
+from tracer import diff_traces, trace
 from tracer.hosts.transformers_inputs import InputReader, logit_rows
 from tracer.hosts.transformers_taps import cache_length
+from tracer.read.findings import BoundaryOutcome
 from tracer.record.host import Rows
 
 
@@ -39,7 +42,6 @@ def calls() -> dict[str, dict[str, Any]]:
         "jump": {"input_ids": ids, "position_ids": torch.tensor([[0, 1, 2, 7, 8, 9]]), "use_cache": False},
         "prepared": {"input_ids": ids, "attention_mask": added},
         "prepared per kind": {"input_ids": ids, "attention_mask": {"full_attention": added}},
-        "bool, added": {"input_ids": ids, "attention_mask": block},
     }
 
 
@@ -92,26 +94,71 @@ def test_flash_attention_keeps_documents_apart_by_positions() -> None:
     assert slots.tolist() == [[0, 0, 0, 3, 3]]
 
 
-def test_mask_narrower_than_the_cache_hides_what_the_library_hides() -> None:
-    """A decode mask of this call's width is padded on the right by the library: the row sees the first key and not itself."""
+def unseen_masks() -> dict[str, tuple[Any, str]]:
+    """Masks that no first visible position tells, and what is said of them."""
+    causal = torch.ones(6, 6).tril().bool().expand(2, 1, 6, 6)
+    lowest = torch.finfo(torch.float32).min
+    hole, ahead, heads = causal.clone(), causal.clone(), causal.repeat(1, 2, 1, 1)
+    hole[0, 0, 5, 2] = False
+    ahead[0, 0, 1, 3] = True
+    heads[0, 1, 5, 0] = False
+    biased = torch.zeros(2, 1, 6, 6).masked_fill(~causal, lowest)
+    biased[1, 0, 4, 1] = -0.5
+    shown = {"hole": hole, "ahead": ahead, "heads": heads}
+    added = {name: torch.zeros(mask.shape).masked_fill(~mask, lowest) for name, mask in shown.items()}
+    return {
+        "hole": (added["hole"], "a run of tokens"),
+        "ahead": (added["ahead"], "a run of tokens"),
+        "heads": (added["heads"], "not the same for all heads"),
+        "biased": (biased, "adds to the scores"),
+        "bool, added by eager attention": (causal, "adds to the scores"),
+        "another type": (object(), "of type object cannot be read"),
+        "another shape": (torch.ones(2, 6, 6), "of type Tensor cannot be read"),
+    }
+
+
+@pytest.mark.parametrize("case", unseen_masks())
+def test_a_mask_that_cannot_be_told_is_not_told(case: str) -> None:
+    """A mask that hides or adds more than a beginning is no input.visible_from: the reason stands for it, its tokens count as real."""
+    mask, why = unseen_masks()[case]
+    model = make_model("qwen3")
+    seen = InputReader(model)._read_mask(mask, (2, 6, 0), None)
+    assert seen.token_BS.all()
+    assert why in seen.unseen
+
+
+@pytest.mark.parametrize("mask", [[1], [1, 0, 1, 1]], ids=["narrower than the cache", "a hole in the cache"])
+def test_a_decode_mask_that_hides_what_the_cache_holds_is_not_told(mask: list[int]) -> None:
+    """A decode mask that hides tokens of the cache, or the row itself (the library pads narrow masks on the right), is not told."""
     model = make_model("qwen3")
     name, cache = cache_argument(model), dynamic_cache(model)
     with HostDriver(model) as driver, torch.no_grad():
         model(make_ids(1, 3), **{name: cache})
-        model(make_ids(1, 1), attention_mask=torch.ones(1, 1), **{name: cache})
-    assert driver.rows() == [("f0.r0.d0", 3)]
-    assert driver.given("visible_from") == [0]
-
-
-def test_unreadable_mask_is_noted() -> None:
-    """A mask object nobody can read counts as no mask, and a note says so."""
-    model = make_model("qwen3")
-    driver = HostDriver(model)
-    reader = InputReader(model)
-    token_BS, _, visible_BS = reader._read_mask(object(), (1, 3, 0), driver.registry)
-    assert token_BS.all()
-    assert visible_BS is None
+        model(make_ids(1, 1), attention_mask=torch.tensor([mask]), **{name: cache})
+    assert driver.given("visible_from", 0) == [0, 0, 0]
+    told = driver.forward()
+    assert "input.visible_from" not in told.inputs
+    assert "a run of tokens" in told.unseen["input.visible_from"]
     assert [note.code for note in driver.registry.notes] == ["mask-unreadable"]
+
+
+def test_the_diff_does_not_claim_what_a_mask_hides(tmp_path: Path) -> None:
+    """Two sides with other 4-D masks differ, and the line says that the mask was not seen; no absence is made of it."""
+    model, ids = make_model("qwen3"), make_ids(1, 6)
+    mask = torch.zeros(1, 1, 6, 6).masked_fill(~torch.ones(6, 6).tril().bool(), torch.finfo(torch.float32).min)
+    for name, hidden in (("a", False), ("b", True)):
+        mask[0, 0, 5, 2] = torch.finfo(torch.float32).min if hidden else 0.0
+        with trace(model, out=tmp_path / name, level=2, strict=True), torch.no_grad():
+            model(ids, attention_mask=mask.clone(), use_cache=False)
+    result = diff_traces(tmp_path / "a", tmp_path / "b")
+    assert (result.exit, result.first and result.first.boundary) == (1, "layers.0.attn.core")
+    assert "inputs and weights identical, mask not seen on B" in result.headline
+    assert result.next_step
+    same = diff_traces(tmp_path / "b", tmp_path / "b")
+    assert same.exit == 0
+    mask_line = next(boundary for boundary in result.boundaries if boundary.name == "input.visible_from")
+    assert mask_line.outcome is BoundaryOutcome.NOT_OBSERVABLE
+    assert "a run of tokens" in mask_line.text
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import msgspec
+
 from tests.sides import Side
 from tracer.read.diff import diff_traces
-from tracer.read.findings import DiffResult
+from tracer.read.findings import Class, DiffResult
 from tracer.read.floor import Tolerance
 
 
@@ -40,7 +44,7 @@ def test_nothing_is_claimed_about_what_was_not_recorded() -> None:
     a, b = Side(level=1), Side(level=1)
     for side in (a, b):
         side.weights = {}
-        del side.values["input.positions"], side.values["input.ids"]
+        del side.values["input.positions"], side.values["input.ids"], side.values["input.visible_from"]
     b.carry_on("layers.2.attn.out", "s0:5")
     line = compared(b, a).headline
     assert "all 7 earlier boundaries recorded on both sides identical" in line
@@ -50,6 +54,40 @@ def test_nothing_is_claimed_about_what_was_not_recorded() -> None:
     first = Side()
     first.carry_on("embedding", "s0:0")
     assert "nothing before it was compared" in compared(first).headline
+
+
+def test_inputs_are_not_called_identical_without_the_mask() -> None:
+    """A side that does not tell of every token which ones it may attend to is named where inputs are called identical."""
+    b = one_element()
+    del b.values["input.visible_from"]
+    assert "inputs and weights identical, mask not seen on B" in compared(b).headline
+    partly = one_element()
+    partly.drop_rows("s0:2", boundary="input.visible_from")
+    partly.declared = {"no run": {"input.visible_from": [("s0", 2)]}}
+    result = compared(partly, partly)
+    assert "mask not seen" not in compared(one_element()).headline
+    assert (result.exit, result.headline.startswith("Same: 12 rows")) == (0, True)
+    weak = compared(partly)
+    assert "mask not seen on B" in weak.headline
+    assert "1 row not told by B: no run" in str(weak.findings)
+    mixing = Side()
+    mixing.carry_on("layers.2.attn.core", "s0:5")
+    del mixing.values["input.visible_from"]
+    found = compared(mixing).classification
+    assert found is not None
+    assert found.klass is Class.UNLOCALIZED
+    assert "that its inputs are equal: mask not seen on B" in found.not_proven
+
+
+def test_weights_that_changed_while_recorded_are_in_the_line() -> None:
+    """Whatever the verdict, the line says whose weights changed while they were recorded, and claims nothing about them."""
+    for b, start in ((Side(), "Same: 12 rows"), (one_element(), "First divergence: layers.2.attn.out")):
+        trace = b.trace()
+        stepped = dataclasses.replace(trace, manifests=(msgspec.structs.replace(trace.manifest, weights_after="changed"),))
+        line = diff_traces(Side().trace(), stepped).headline
+        assert line.startswith(start)
+        assert "weights of B changed while recorded" in line
+        assert "weights identical" not in line
 
 
 def test_weights_that_are_partly_known() -> None:

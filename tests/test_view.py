@@ -36,7 +36,7 @@ def test_a_difference_is_a_screenful() -> None:
     assert len(lines) < 40
     assert lines[-1].startswith("next  ")
     assert any(line.startswith("first  layers.2.attn.out") for line in lines)
-    assert "18 identical" in text
+    assert "19 identical" in text
     assert "--all shows every boundary" in text
 
 
@@ -51,7 +51,7 @@ def test_everything_is_everything() -> None:
 def test_same_is_short() -> None:
     """Two equal sides need no table."""
     text = shown(Side(), Side())
-    assert text.startswith("Same: 12 rows at 34 boundaries, all identical\n")
+    assert text.startswith("Same: 12 rows at 35 boundaries, all identical\n")
     assert "boundary  " not in text
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import msgspec
+import pytest
 
 from tests.sides import Side, catalogue
+from tests.trace_files import write_shard
+from tracer.read.diff import diff_traces
 from tracer.read.findings import FindingCode, Kind
 from tracer.read.findings import Side as Which
 from tracer.read.weight_diff import WeightComparison, compare_weights, weight_findings
+from tracer.read.weight_report import diff_weights
 
 
 def compared(a: Side, b: Side) -> WeightComparison:
@@ -79,3 +86,39 @@ def test_weights_that_changed_while_recording_are_told() -> None:
         (FindingCode.CONDITION_DIFFERS, Kind.INFORMATION, Which.B)
     ]
     assert "lm_head.weight" in findings[0].text
+
+
+def test_rows_against_digests_are_compared_by_digest() -> None:
+    """A side with weights="rows" and one with "digest" compare by digest, and both reports say so."""
+    a, b = Side(), Side()
+    trace = a.trace()
+    rows = dataclasses.replace(trace, manifests=(msgspec.structs.replace(trace.manifest, weights_mode="rows"),))
+    for sides in ((rows, b.trace()), (b.trace(), rows)):
+        for found in (diff_traces(*sides), diff_weights(*sides)):
+            assert found.exit == 0
+            assert [finding.code for finding in found.findings] == [FindingCode.NOTE]
+            assert "compared by digest" in found.findings[0].text
+    b.set_weight("lm_head.weight", 1)
+    assert (diff_traces(rows, b.trace()).exit, diff_weights(rows, b.trace()).exit) == (1, 1)
+
+
+@pytest.mark.parametrize("sides", ["one", "both"])
+def test_digests_that_nobody_took_are_an_absence(sides: str, tmp_path: Path) -> None:
+    """A trace that says it fingerprinted its weights and holds none is no "same", whatever the other side has."""
+    for name in ("a", "b"):
+        missing = sides == "both" or name == "b"
+        write_shard(tmp_path / name, run_id=name, weights_mode="digest" if missing else "none")
+    result = diff_traces(tmp_path / "a", tmp_path / "b")
+    assert result.exit == 2
+    assert {finding.code for finding in result.findings} == {FindingCode.WEIGHT_MISSING}
+    assert 'weights="digest"' in result.headline
+
+
+def test_one_side_without_weights_is_an_absence() -> None:
+    """``weights=False`` on one side alone is exit 2, on both sides it is said and no absence."""
+    a, b = Side(), Side()
+    b.weights = {}
+    result = diff_traces(a.trace(), b.trace())
+    assert (result.exit, "B recorded no weights" in result.headline) == (2, True)
+    a.weights = {}
+    assert diff_traces(a.trace(), b.trace()).exit == 0

@@ -44,9 +44,10 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_wheel_carries_the_package_and_every_map(wheel: Path) -> None:
-    """The wheel holds every module and every boundary map, and nothing outside the package."""
+    """The wheel holds every module, template and boundary map, and nothing outside the package."""
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "tracer").rglob("*.py")}
+    kinds = (".py", ".yaml", ".j2")
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "tracer").rglob("*") if path.suffix in kinds}
     maps = {f"tracer/boundary_maps/{path.name}" for path in (ROOT / "boundary_maps").glob("*.yaml")}
     assert maps
     assert names == modules | maps

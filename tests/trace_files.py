@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tracer.format.container import SEGMENT_COLUMNS, ColumnFile, write_columns
+from tracer.format.container import SEGMENT_COLUMNS, ColumnFile, manifest_checksum, write_columns
 from tracer.format.fingerprint import Fingerprints
-from tracer.format.schema import Axis, Boundary, Manifest, MapIdentity, SegmentHeader, Sequence, segment_name
+from tracer.format.schema import Axis, Block, Boundary, Manifest, MapIdentity, SegmentHeader, Sequence, segment_name
 from tracer.format.store import RowSet, ShardWriter
+from tracer.format.store_read import inspect_shard
 
 BOUNDARIES = ("embedding", "layers.0.residual", "final_norm")
 
@@ -38,10 +40,10 @@ def row_set(positions: range, *, sequence: int = 0, forward: int = 0) -> RowSet:
 
 
 def manifest(
-    *, rank: int = 0, world_size: int = 1, run_id: str = "run", mesh: tuple[Axis, ...] = (), rows: int = 0, **changes: Any
+    *, rank: int = 0, world_size: int = 1, run_id: str = "run", mesh: tuple[Axis, ...] = (), **changes: Any
 ) -> Manifest:
-    """A manifest that counts ``rows`` rows at every one of ``BOUNDARIES``."""
-    boundaries = tuple(Boundary(name=name, level=0, dtype="bfloat16", width=64, row_count=rows) for name in BOUNDARIES)
+    """A manifest of a shard without rows and weights."""
+    boundaries = tuple(Boundary(name=name, level=0) for name in BOUNDARIES)
     whole = Manifest(
         format=1,
         run_id=run_id,
@@ -53,11 +55,31 @@ def manifest(
         map=MapIdentity(family="tiny", host="test", root_class="Tiny", digest="0"),
         level=1,
         boundaries=boundaries,
+        weights_mode="digest" if changes.get("weights") else "none",
     )
     return msgspec.structs.replace(whole, **changes)
 
 
-def write_shard(out: Path, *, forwards: int = 2, rows: int = 4, flush: bool = True, commit: bool = True, **changes: Any) -> Path:
+def commit(writer: ShardWriter, **changes: Any) -> Manifest:
+    """Commit with a manifest that counts what was written."""
+    writer.flush()
+    rows: Counter[str] = Counter()
+    executions: Counter[str] = Counter()
+    widths: dict[str, Block] = {}
+    for _, block in inspect_shard(writer.path).blocks():
+        rows[block.boundary] += block.row_count
+        executions[block.boundary] += block.executions
+        widths[block.boundary] = block
+    boundaries = tuple(
+        Boundary(
+            name=name, level=0, dtype=widths[name].dtype, width=widths[name].width, row_count=rows[name], executions=executions[name]
+        )
+        for name in rows
+    )
+    return writer.commit(manifest(**{"boundaries": boundaries, **changes}))
+
+
+def write_shard(out: Path, *, forwards: int = 2, rows: int = 4, flush: bool = True, committed: bool = True, **changes: Any) -> Path:
     """Record ``forwards`` forwards of ``rows`` rows at every boundary; one segment per forward with ``flush``. Returns the shard."""
     writer = ShardWriter(out, changes.get("rank", 0))
     writer.open_sequence(Sequence(label="s0"))
@@ -69,17 +91,25 @@ def write_shard(out: Path, *, forwards: int = 2, rows: int = 4, flush: bool = Tr
             writer.add(name, shared, fingerprints(rows, 10 * forward + number), dtype="bfloat16", width=64)
         if flush:
             writer.flush()
-    if commit:
-        writer.commit(manifest(rows=forwards * rows, **changes))
+    if committed:
+        commit(writer, **changes)
     return writer.path
 
 
 def edit_manifest(shard: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Rewrite a manifest as JSON, whatever that makes of it."""
+    """Rewrite a manifest as JSON, whatever that makes of it, with a checksum that fits."""
     path = shard / "manifest.json"
     content = json.loads(path.read_text())
     change(content)
+    content["xxh3_128"] = manifest_checksum(json.dumps(content))
     path.write_text(json.dumps(content))
+
+
+def flip(path: Path) -> None:
+    """Alter the last byte."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
 
 
 def forge_segment(

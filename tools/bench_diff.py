@@ -59,6 +59,7 @@ def write_trace(out: Path, tokens: int, names: list[str], seed: int) -> Path:
             host="bench",
             map=MapIdentity(family="bench", host="bench", root_class="Bench", digest="0"),
             level=0,
+            weights_mode="none",
             boundaries=boundaries,
             counts=Counts(forwards=1, rows=count),
         )

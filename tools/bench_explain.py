@@ -91,7 +91,8 @@ def write_trace(out: Path, layers: int, tokens: int, width: int, *, fault: int, 
         boundaries.append(_seen(info, "bfloat16", columns, count))
     writer.commit(
         Manifest(
-            format=FORMAT_VERSION, run_id=f"bench-{side}", tracer="bench", host="bench", level=1, boundaries=tuple(boundaries),
+            format=FORMAT_VERSION, run_id=f"bench-{side}", tracer="bench", host="bench", level=1, weights_mode="none",
+            boundaries=tuple(boundaries),
             map=MapIdentity(family="bench", host="bench", root_class="Bench", digest="0"), counts=Counts(forwards=1, rows=count),
             dumps=dumps.finish(),
         )

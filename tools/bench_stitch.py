@@ -47,6 +47,9 @@ class Layout:
     def __init__(self, name: str, tp: int = 1, cp: int = 1, *, copies: bool = True, shuffle: bool = False, steps: int = 1) -> None:
         self.name, self.tp, self.cp, self.copies, self.shuffle, self.steps = name, tp, cp, copies, shuffle, steps
 
+    def _sliced(self, name: str) -> bool:
+        return name.endswith(SLICED) and self.tp > 1
+
     def write(self, out: Path, tokens: int, names: list[str]) -> None:
         """Write every shard. Slices get digests that are valid in form; copies are equal."""
         random = np.random.default_rng(0)
@@ -65,12 +68,11 @@ class Layout:
             for index in range(sequences):
                 writer.open_sequence(Sequence(label=f"s{index}"))
                 writer.add_ids(index, 0, np.arange(TOKENS_PER_SEQUENCE) * 7 + index)
+            held = [name for name in names if self.copies or not tp or self._sliced(name)]
             for step, lines in enumerate(np.array_split(mine, self.steps)):
                 rows = RowSet(sequence[lines], position[lines], step)
-                for name in names:
-                    sliced = name.endswith(SLICED) and self.tp > 1
-                    if not sliced and not self.copies and tp:
-                        continue
+                for name in held:
+                    sliced = self._sliced(name)
                     spans: tuple[Span, ...] = ((WIDTH // self.tp * tp, WIDTH // self.tp * (tp + 1)),) if sliced else ()
                     found = Fingerprints(pool[name][lines], sketch[lines], plain[lines], small[lines], counts[lines])
                     writer.add(name, rows, found, dtype="bfloat16", width=WIDTH, spans=spans)
@@ -85,9 +87,10 @@ class Layout:
                     mesh=(Axis(name="cp", index=cp, size=self.cp), Axis(name="tp", index=tp, size=self.tp)),
                     map=MapIdentity(family="bench", host="bench", root_class="Bench", digest="0"),
                     level=2,
+                    weights_mode="none",
                     boundaries=tuple(
                         Boundary(name=name, level=1, dtype="bfloat16", width=WIDTH, executions=self.steps, row_count=len(mine))
-                        for name in names
+                        for name in held
                     ),
                     counts=Counts(forwards=self.steps, rows=len(mine)),
                 )

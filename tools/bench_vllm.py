@@ -1,8 +1,8 @@
 """What tracing costs a vLLM engine: prefill of 512 tokens on the CPU, plain against traced, interleaved, medians.
 
 Run with the vLLM environment: ``.venv-vllm/bin/python tools/bench_vllm.py``. The aim at level 1 is 1.15. Times are processor
-time with ``--cpu`` (for a machine that is busy with other things), else the wall's. The commit and the weights, which are
-taken once per trace, are left out: the trace stays open over all traced runs.
+time with ``--cpu`` (for a machine that is busy with other things), else the wall's. ``quartiles`` are those of the ratios of
+neighbouring runs. The commit and the weights, which are taken once per trace, are left out.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main() -> None:
             return clock() - start
 
         prefill()
-        print("| level | plain ms | traced ms | ratio |\n|---|---|---|---|")
+        print("| level | plain ms | traced ms | ratio | quartiles |\n|---|---|---|---|---|")
         for level in (1, 2):
             plain: list[float] = []
             traced: list[float] = []
@@ -77,7 +77,8 @@ def main() -> None:
                 with tracer.trace(llm, out=f"{folder}/trace-{level}-{run}", level=level, weights=False):
                     traced.append(prefill())
             a, b = statistics.median(plain), statistics.median(traced)
-            print(f"| {level} | {1000 * a:.0f} | {1000 * b:.0f} | {b / a:.3f} |")
+            low, _, high = statistics.quantiles(y / x for x, y in zip(plain, traced, strict=True))
+            print(f"| {level} | {1000 * a:.0f} | {1000 * b:.0f} | {b / a:.3f} | {low:.2f} to {high:.2f} |")
 
 
 if __name__ == "__main__":

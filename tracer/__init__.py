@@ -14,8 +14,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tracer.errors import TracerError
     from tracer.format.reference import Reference
+    from tracer.format.score_file import read_scores, write_scores
+    from tracer.format.score_records import ScoreRecord
     from tracer.hosts import suggest_map
+    from tracer.hosts.sglang_scores import collect_sglang
+    from tracer.hosts.transformers_scores import collect_trainer
     from tracer.hosts.vllm_driver import vllm_options
+    from tracer.hosts.vllm_scores import collect_vllm
     from tracer.read.diff import diff_traces
     from tracer.read.floor import Tolerance
     from tracer.read.stitch import open_trace
@@ -25,31 +30,46 @@ if TYPE_CHECKING:
     from tracer.record.map_entries import BoundaryMap
     from tracer.record.remote import RemoteTrace
     from tracer.record.replay import ReplayResult
+    from tracer.scores.score_comparison import compare_scores
 
 __all__ = [
+    "ScoreRecord",
     "Tolerance",
     "TracerError",
     "bisect_traces",
+    "collect_sglang",
+    "collect_trainer",
+    "collect_vllm",
+    "compare_scores",
     "diff_traces",
     "load_boundary_map",
     "open_trace",
+    "read_scores",
     "replay_operator",
     "suggest_map",
     "trace",
     "vllm_options",
+    "write_scores",
 ]
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ScoreRecord": "tracer.format.score_records",
     "Tolerance": "tracer.read.floor",
     "TracerError": "tracer.errors",
     "bisect_traces": "tracer.sessions.bisection",
+    "collect_sglang": "tracer.hosts.sglang_scores",
+    "collect_trainer": "tracer.hosts.transformers_scores",
+    "collect_vllm": "tracer.hosts.vllm_scores",
+    "compare_scores": "tracer.scores.score_comparison",
     "diff_traces": "tracer.read.diff",
     "load_boundary_map": "tracer.record.boundary_maps",
     "open_trace": "tracer.read.stitch",
+    "read_scores": "tracer.format.score_file",
     "suggest_map": "tracer.hosts",
     "vllm_options": "tracer.hosts.vllm_driver",
+    "write_scores": "tracer.format.score_file",
 }
 
 

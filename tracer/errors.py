@@ -7,6 +7,7 @@ TracerError                 anything that goes wrong on purpose; carries a stabl
 ├── HostError               no host claims the model, or the host refuses it
 ├── CaptureError            recording failed (with strict=True, raised out of the traced run)
 ├── TraceFormatError        a trace on disk is torn, altered, foreign or unreadable
+├── ScoreError              score records are malformed, or cannot be compared with one another
 ├── SessionError            a step of a session failed, so that there is no answer yet
 └── InternalError           our own bug; never the user's fault
 ```
@@ -17,6 +18,7 @@ A finding about two readable traces is no error: see ``tracer.read.findings``.
 
 from __future__ import annotations
 
+import re
 from enum import Enum
 
 __all__ = [
@@ -25,11 +27,22 @@ __all__ = [
     "HostError",
     "InternalError",
     "MapError",
+    "ScoreError",
     "SessionError",
     "TraceFormatError",
     "TracerError",
     "UsageError",
+    "visible",
 ]
+
+_UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters, line separators, marks that turn the direction of writing, halves of characters."""
+
+
+def visible(text: str) -> str:
+    """Text that a terminal shows as it is: names come from traces, and what would move a cursor, colour a line or turn its
+    direction is written as ``\\x1b``."""
+    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class Code(str, Enum):
@@ -69,6 +82,20 @@ class Code(str, Enum):
     CHECKSUM_MISMATCH = "checksum-mismatch"
     SHARD_INCOMPLETE = "shard-incomplete"
     SHARD_DUPLICATE = "shard-duplicate"
+    # scores
+    SCORES_INVALID = "scores-invalid"
+    SCORES_IMPORT = "scores-import"
+    SCORES_COLLECT = "scores-collect"
+    SCORES_TWICE = "scores-twice"
+    SCORES_NOTHING = "scores-nothing"
+    SCORES_REQUESTS = "scores-requests"
+    SCORES_IDS = "scores-ids"
+    SCORES_MASKS = "scores-masks"
+    SCORES_EMPTY_MASK = "scores-empty-mask"
+    SCORES_NONFINITE = "scores-nonfinite"
+    SCORES_POSITIVE = "scores-positive"
+    SCORES_POLICIES = "scores-policies"
+    SCORES_DEFINITIONS = "scores-definitions"
     # ours
     INTERNAL = "internal"
 
@@ -108,7 +135,7 @@ class TracerError(Exception):
             "to do": self.remedy,
         }
         lines += [f"  {label}: {value}" for label, value in parts.items() if value]
-        return "\n".join(lines)
+        return "\n".join("\n    ".join(map(visible, line.splitlines())) for line in lines)
 
 
 class UsageError(TracerError):
@@ -129,6 +156,10 @@ class CaptureError(TracerError):
 
 class TraceFormatError(TracerError):
     """A trace on disk is torn, altered, foreign or unreadable."""
+
+
+class ScoreError(TracerError):
+    """Score records are malformed, or cannot be compared with one another."""
 
 
 class SessionError(TracerError):

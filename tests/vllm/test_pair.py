@@ -82,4 +82,4 @@ def test_a_wrong_scale_is_found(pair: Pair, dtype: str) -> None:
     assert result.first is not None
     assert result.first.boundary == "layers.1.attn.core"
     assert not [finding for finding in result.findings if finding.code == "weight-differs"]
-    assert " in 1" in result.conditions["model.attributes.model.layers.*.self_attn.scaling"]["a"]
+    assert " at 1" in result.conditions["model.attributes.model.layers.*.self_attn.scaling"]["a"]

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from tracer.cli.progress import progress_bar
+
 __all__ = ["show"]
 
 
@@ -16,11 +18,12 @@ def show(
 ) -> None:
     """What a trace holds: boundaries, counts, conditions. Works on unfinished traces.
 
-    Exit code 0: complete. 2: not complete, or not readable.
+    Every checksum is verified on the way. Exit code 0: complete and unaltered. 2: not complete, altered, or not readable.
     """
     from tracer.read.inventory import take_inventory
 
-    result = take_inventory(trace)
+    with progress_bar() as report:
+        result = take_inventory(trace, progress=None if report is None else lambda done, total: report("hashing", done, total))
     if json:
         from tracer.reports.result_json import write_result
 

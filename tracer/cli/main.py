@@ -7,15 +7,17 @@ Exit codes: 0 good or same, 1 proven different, 2 anything else. No traceback fo
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 import typer
 
-from tracer.errors import Code, InternalError, TracerError
+from tracer.errors import Code, InternalError, TracerError, UsageError
 
 __all__ = ["COMMANDS", "Command", "build_app", "main"]
 
@@ -39,6 +41,9 @@ COMMANDS = {
     "verify": Command("tracer.cli.cmd_verify", "verify", "Check every file, checksum and count of a trace."),
     "weights": Command("tracer.cli.cmd_weights", "weights", "Compare the weights of two traces by name."),
     "siblings": Command("tracer.cli.cmd_siblings", "siblings", "Check one trace against itself: do equal prefixes give equal values?"),
+    "scores": Command(
+        "tracer.cli.cmd_scores", "app", "Compare log probabilities of saved tokens: which half of the system to open first?", group=True
+    ),
     "bisect": Command("tracer.cli.cmd_bisect", "app", "Narrow a divergence down step by step, to its bytes.", group=True),
     "controls": Command("tracer.cli.cmd_controls", "app", "Run variants of a command: which setting moves which boundary?", group=True),
     "report": Command("tracer.cli.cmd_report", "report", "Turn the JSON of a comparison into a page."),
@@ -96,6 +101,8 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit. ``arguments``: default ``sys.argv[1:]``."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # nothing here multiplies matrices; starting threads costs more than all reading
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of a trace may hold what this terminal cannot show
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     code = _run(arguments)
     sys.exit(code if code in (0, 1) else _TROUBLE)
@@ -106,26 +113,45 @@ def _run(arguments: list[str]) -> int:
     try:
         returned = build_app(chosen)(arguments, prog_name="tracer", standalone_mode=False)
     except TracerError as error:
-        return _say(str(error))
+        return _fail(arguments, error)
     except KeyboardInterrupt:
         return _say("interrupted; nothing was written")
     except Exception as error:
         if hasattr(error, "show") and hasattr(error, "exit_code"):  # the parser's own, whichever click typer brings
             error.show()
+            _write_failure(arguments, UsageError(Code.BAD_ARGUMENT, str(getattr(error, "format_message", error.__str__)())))
             return _TROUBLE
         if type(error).__name__ == "Abort":
             return _say("interrupted; nothing was written")
         if os.environ.get("TRACER_DEBUG"):
             raise
-        return _say(f"[{Code.INTERNAL.value}] {type(error).__name__}: {error}\n  to do: run again with TRACER_DEBUG=1 and report it")
+        what = f"{type(error).__name__}: {error}"
+        return _fail(arguments, InternalError(Code.INTERNAL, what, remedy="run again with TRACER_DEBUG=1 and report it"))
     if returned == 130:
         return _say("interrupted; nothing was written")
     return returned if isinstance(returned, int) else 0
 
 
+def _fail(arguments: Sequence[str], error: TracerError) -> int:
+    _write_failure(arguments, error)
+    return _say(str(error))
+
+
 def _say(text: str) -> int:
     print(f"tracer: {text}", file=sys.stderr)
     return _TROUBLE
+
+
+def _write_failure(arguments: Sequence[str], error: TracerError) -> None:
+    """What a command that ends in an error leaves at ``--json``: the error, in place of a result of an earlier run too."""
+    target = next((argument.partition("=")[2] for argument in arguments if argument.startswith("--json=")), "")
+    if "--json" in arguments[:-1]:
+        target = arguments[arguments.index("--json") + 1]
+    if target:
+        from tracer.reports.result_json import failure_of, write_result
+
+        with suppress(UsageError):  # the file that cannot be written may be what went wrong
+            write_result(failure_of(error), target)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ __all__ = [
     "check_format",
     "checksum",
     "invalid_file",
+    "manifest_checksum",
     "read_entries",
     "sync_folder",
     "write_columns",
@@ -220,6 +221,15 @@ def checksum(path: Path) -> str:
             return xxhash.xxh3_128_hexdigest(b"")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             return xxhash.xxh3_128_hexdigest(mapped)
+
+
+def manifest_checksum(raw: bytes | str) -> str:
+    """xxh3_128 over what a manifest says, its own checksum left out, however the file is laid out; 32 hex digits.
+
+    Raises ``msgspec.DecodeError`` for what is no JSON."""
+    said = msgspec.json.decode(raw)
+    said.pop("xxh3_128", None)
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(said, order="sorted"))
 
 
 class _Probe(msgspec.Struct):

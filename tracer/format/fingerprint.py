@@ -106,8 +106,9 @@ def row_distance(x: RowStatistics, y: RowStatistics) -> F64:
         raise UsageError(Code.BAD_ARGUMENT, "these rows keep no sketch, so they have no distance", expected="rows of a float dtype")
     with np.errstate(all="ignore"):
         apart = np.square(x.sketch_R16.astype(np.float64) - y.sketch_R16).sum(axis=-1)
-        distance: F64 = np.sqrt(apart / np.maximum(x.sum_squares_R, y.sum_squares_R))
-    distance[~np.isfinite(distance)] = np.nan
+        squares = np.maximum(x.sum_squares_R, y.sum_squares_R)
+        distance: F64 = np.sqrt(apart / squares)
+    distance[~np.isfinite(distance) | np.isinf(squares)] = np.nan
     return distance
 
 

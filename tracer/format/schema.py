@@ -50,6 +50,7 @@ import msgspec
 __all__ = [
     "FORMAT_VERSION",
     "MANIFEST_NAME",
+    "MOST_TOKENS",
     "NARROW_INTEGER_COLUMNS",
     "OUTSIDE_TOKENS",
     "SEGMENT_METADATA_KEY",
@@ -82,6 +83,9 @@ WEIGHTS_NAME = "weights.safetensors"
 SEGMENT_METADATA_KEY = "tracer"
 NARROW_INTEGER_COLUMNS = 64
 """Integer rows up to this wide are widened to int64 and keep their raw values instead of a sketch."""
+
+MOST_TOKENS = 1 << 27
+"""A position beyond this is no token of a sequence, and would make its table larger than the trace."""
 
 OUTSIDE_TOKENS = "outside tokens="
 """Reason of rows that ``tokens=`` left out: computed, yet not recorded. Unlike what was never computed they are missed by a
@@ -250,7 +254,7 @@ class Skipped(Record, frozen=True, kw_only=True):
 
 
 class NotComputed(Record, frozen=True, kw_only=True):
-    """Rows that the host declares it never computed. They are no absence."""
+    """Rows that the host declares it never computed, or of which it could not tell an input. They are no absence."""
 
     sequence: str
     """Label of the sequence."""
@@ -341,7 +345,7 @@ class Manifest(Record, frozen=True, kw_only=True):
     segments: tuple[SegmentInfo, ...] = ()
     not_computed: tuple[NotComputed, ...] = ()
     weights_mode: str = "digest"
-    """digest, rows or none."""
+    """digest, rows or none; none too where there are none and the map names none."""
     weights: tuple[Weight, ...] = ()
     weights_file: SegmentInfo | None = None
     dumps: tuple[SegmentInfo, ...] = ()
@@ -359,3 +363,6 @@ class Manifest(Record, frozen=True, kw_only=True):
     notes: tuple[Note, ...] = ()
     complete: bool = True
     incomplete_reason: str = ""
+    xxh3_128: str = ""
+    """32 hex digits over everything else that the file says: the object without this key, written with all keys sorted and
+    no white space."""

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tracer.errors import CaptureError, Code, InternalError, UsageError
-from tracer.format.container import SEGMENT_COLUMNS, WEIGHT_COLUMNS, sync_folder, write_columns, write_in_one_step
+from tracer.format.container import SEGMENT_COLUMNS, WEIGHT_COLUMNS, manifest_checksum, sync_folder, write_columns, write_in_one_step
 from tracer.format.fingerprint import Fingerprints
 from tracer.format.schema import (
     FORMAT_VERSION,
@@ -305,7 +305,7 @@ class ShardWriter:
         )
 
     def commit(self, manifest: Manifest) -> Manifest:
-        """Finish the last segment, then make the shard count: the manifest, with its files filled in, appears last.
+        """Finish the last segment, then make the shard count: the manifest, with its files and checksum filled in, appears last.
 
         Where something could not be written before, the manifest says incomplete, whatever was passed.
         Returns the manifest as written. Raises ``CaptureError`` (write-failed): the shard then stays uncommitted.
@@ -319,7 +319,9 @@ class ShardWriter:
             reason = manifest.incomplete_reason or str(self._failure)
             manifest = msgspec.structs.replace(manifest, complete=False, incomplete_reason=reason)
         try:
+            manifest = msgspec.structs.replace(manifest, xxh3_128=manifest_checksum(msgspec.json.encode(manifest)))
             text = msgspec.json.format(msgspec.json.encode(manifest, order="deterministic"), indent=1)
+            manifest = msgspec.json.decode(text, type=Manifest)  # as a reader will have it
         except (TypeError, ValueError) as error:
             raise InternalError(
                 Code.INTERNAL,

@@ -6,17 +6,21 @@ Nothing is loaded that is not asked for. ``inspect_shard`` collects everything t
 Refused:
 - *the manifest*: no JSON, another format number or none, an unknown key, a wrong type, a rank or mesh coordinate outside
   its world, a file name other than the one its place demands (names are data, never paths), an unknown dtype, a malformed
-  weight digest, a weight outside the weights file;
+  weight digest, a weight outside the weights file or its own shape, a boundary listed twice or before what it is computed from,
+  positions that no sequence has, another checksum than it gives of itself;
 - *a file*: listed but missing, present but not listed, another size or checksum than was written, other columns or layout
   than the format has, other counts than the manifest lists, another number than its name says;
 - *a block*: an unknown dtype, a range outside its column, spans that overlap or leave the row;
-- *a reference* (with ``verify``): to a row, a sequence or a position that does not exist.
+- *a reference* (with ``verify``): to a row, a sequence or a position that does not exist;
+- *a boundary*: other rows, executions or dtypes in the segments than the manifest says, one that it does not list. Not held
+  against a shard that says itself that its recording stopped.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,13 +31,24 @@ import numpy as np
 import numpy.typing as npt
 
 from tracer.errors import Code, TraceFormatError
-from tracer.format.container import REMEDY_ALTERED, SEGMENT_COLUMNS, WEIGHT_COLUMNS, ColumnFile, check_format, checksum, invalid_file
+from tracer.format.container import (
+    REMEDY_ALTERED,
+    SEGMENT_COLUMNS,
+    WEIGHT_COLUMNS,
+    ColumnFile,
+    check_format,
+    checksum,
+    invalid_file,
+    manifest_checksum,
+)
 from tracer.format.dtypes import dtype_info
 from tracer.format.fingerprint import Fingerprints
 from tracer.format.schema import (
     MANIFEST_NAME,
+    MOST_TOKENS,
     WEIGHTS_NAME,
     Block,
+    Boundary,
     Manifest,
     SegmentHeader,
     SegmentInfo,
@@ -229,7 +244,8 @@ def shard_paths(trace: Path) -> list[Path]:
 def read_manifest(path: Path) -> Manifest:
     """Read a manifest strictly: format first, then every key and type, then names, numbers and dtypes.
 
-    Raises ``TraceFormatError``: manifest-invalid, format-unsupported, segment-invalid (an unknown dtype).
+    Its checksum comes last, so that what is wrong with a value is named rather than that it was altered.
+    Raises ``TraceFormatError``: manifest-invalid, format-unsupported, segment-invalid (an unknown dtype), checksum-mismatch.
     """
 
     def invalid(what: str, *, expected: str = "", found: str = "") -> TraceFormatError:
@@ -248,6 +264,8 @@ def read_manifest(path: Path) -> Manifest:
         manifest = msgspec.json.decode(raw, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise invalid("does not fit the format", found=str(error)) from error
+    if manifest.weights_mode not in ("digest", "rows", "none"):
+        raise invalid("has another weights mode than the format", expected="digest, rows or none", found=manifest.weights_mode)
     if not 0 <= manifest.rank < manifest.world_size <= _MAX_WORLD:
         raise invalid(
             "names a rank outside its world", expected="0 <= rank < world size", found=f"{manifest.rank} of {manifest.world_size}"
@@ -262,9 +280,20 @@ def read_manifest(path: Path) -> Manifest:
             raise invalid("lists a segment that is not the next one", expected=segment_name(number), found=info.file)
     if manifest.weights_file is not None and manifest.weights_file.file != WEIGHTS_NAME:
         raise invalid("names another weights file than the format has", expected=WEIGHTS_NAME, found=manifest.weights_file.file)
-    for boundary in manifest.boundaries:
+    place = {boundary.name: at for at, boundary in enumerate(manifest.boundaries)}
+    for at, boundary in enumerate(manifest.boundaries):
         if boundary.dtype not in ("", "mixed"):
             dtype_info(boundary.dtype, f"{path}, boundary {boundary.name}")
+        if place[boundary.name] != at:
+            raise invalid("lists a boundary twice", expected="each name once", found=boundary.name)
+        later = next((name for name in boundary.inputs if place.get(name, -1) >= at), "")
+        if later:
+            raise invalid(f"lists {boundary.name} before what it is computed from", expected="causal order", found=later)
+    for declared in manifest.not_computed:
+        for start, stop in declared.positions:
+            if not 0 <= start <= stop <= MOST_TOKENS:
+                what = f"declares positions that no sequence has: {declared.reason}"
+                raise invalid(what, expected=f"0 .. {MOST_TOKENS}", found=f"{start} .. {stop}")
     weight_lines = manifest.weights_file.rows if manifest.weights_file is not None else 0
     for weight in manifest.weights:
         if not weight.unknown:
@@ -274,11 +303,19 @@ def read_manifest(path: Path) -> Manifest:
                     raise invalid(
                         f"has a malformed digest of weight {weight.name}", expected="two lanes of 16 hex digits", found=str(lanes)
                     )
+        for spans, size in ((weight.row_spans, weight.rows), (weight.column_spans, weight.columns)):
+            if not _inside(spans, size):
+                raise invalid(
+                    f"places weight {weight.name} outside its shape", expected=f"disjoint spans within 0 .. {size}", found=str(list(spans))
+                )
         held = sum(stop - start for start, stop in weight.row_spans) if weight.row_spans else weight.rows
         if weight.start >= 0 and weight.start + held > weight_lines:
             raise invalid(
                 f"places weight {weight.name} outside the weights file", expected=f"{weight_lines} lines", found=str(weight.start + held)
             )
+    found = manifest_checksum(raw)
+    if found != manifest.xxh3_128:
+        raise _altered(path, "is not as it was written", f"xxh3_128 {manifest.xxh3_128 or 'of itself'}", found)
     return manifest
 
 
@@ -357,7 +394,52 @@ def inspect_shard(
             weight_rows = WeightRows(_open(path / WEIGHTS_NAME, manifest.weights_file, WEIGHT_COLUMNS, 0, verify, checksums))
         except TraceFormatError as error:
             problems.append(error)
+    if manifest is not None and manifest.complete and not problems:
+        problems += _miscounted(path, manifest, segments)
     return Shard(path, manifest, tuple(segments), weight_rows, tuple(problems))
+
+
+def _miscounted(path: Path, manifest: Manifest, segments: Iterable[Segment]) -> Iterator[TraceFormatError]:
+    """Boundaries of which the segments hold other rows, executions or dtypes than the manifest says. A row recorded in
+    several column parts counts once."""
+    rows: Counter[tuple[str, tuple[Span, ...]]] = Counter()
+    executions: Counter[tuple[str, bool]] = Counter()
+    dtypes: dict[str, set[str]] = {}
+    for segment in segments:
+        for block in segment.header.blocks:
+            dtypes.setdefault(block.boundary, set()).add(block.dtype)
+            executions[block.boundary, block.recompute] += block.executions
+            if not block.recompute:
+                rows[block.boundary, block.spans] += block.row_count
+    most: Counter[str] = Counter()
+    for (name, _), count in rows.items():
+        most[name] = max(most[name], count)
+    listed = {boundary.name: boundary for boundary in manifest.boundaries}
+    for name in sorted(dtypes.keys() | listed.keys()):
+        seen = dtypes.get(name, {""})
+        said = listed.get(name, Boundary(name=name, level=0))
+        held = msgspec.structs.replace(
+            said,
+            row_count=most[name],
+            executions=executions[name, False],
+            recomputed=executions[name, True],
+            dtype=said.dtype and (next(iter(seen)) if len(seen) == 1 else "mixed"),
+        )
+        if name not in listed or held != said:
+            yield TraceFormatError(
+                Code.SHARD_INCOMPLETE,
+                f"the segments do not hold what the manifest says of {name}" if name in listed else f"the manifest does not list {name}",
+                where=str(path),
+                expected=_counts_text(said) if name in listed else "every boundary that the segments hold",
+                found=_counts_text(held),
+                remedy="record the trace again; if that does not help, report it",
+            )
+
+
+def _counts_text(boundary: Boundary) -> str:
+    recomputed = f", recomputed {boundary.recomputed}" if boundary.recomputed else ""
+    dtype = f", dtype {boundary.dtype}" if boundary.dtype else ""
+    return f"rows {boundary.row_count}, executions {boundary.executions}{recomputed}{dtype}"
 
 
 def _open(
@@ -425,21 +507,27 @@ def _check_segment(segment: Segment, sequences: int, verify: bool) -> None:
     if not verify:
         return
     limits = {"lists": lines["rows.sequence"], "rows.sequence": sequences, "ids.sequence": sequences}
-    for column in ("lists", "rows.sequence", "rows.position", "rows.forward", "ids.sequence", "ids.position"):
+    for column in ("lists", "rows.sequence", "rows.position", "rows.forward", "rows.expert", "ids.sequence", "ids.position"):
         values = segment.file.column(column)
         if not len(values):
             continue
         low, high, limit = int(values.min()), int(values.max()), limits.get(column, 1 << 31)
-        if low < 0 or high >= limit:
-            raise invalid_file(path, f"column {column} refers to nothing", expected=f"within 0 .. {limit - 1}", found=f"{low} .. {high}")
+        least = -1 if column == "rows.expert" else 0
+        if low < least or high >= limit:
+            what = f"column {column} refers to nothing"
+            raise invalid_file(path, what, expected=f"within {least} .. {limit - 1}", found=f"{low} .. {high}")
     segment.file.release()
 
 
-def _check_spans(path: Path, block: Block) -> None:
-    taken = sorted(block.spans)
+def _inside(spans: Iterable[Span], size: int) -> bool:
+    """Disjoint spans, none empty, within ``0 .. size``."""
+    taken = sorted(spans)
     ends = [0, *(stop for _, stop in taken)]
-    inside = all(end <= start < stop <= block.width for (start, stop), end in zip(taken, ends[:-1], strict=True))
-    if block.width < 0 or not inside:
+    return size >= 0 and all(end <= start < stop <= size for (start, stop), end in zip(taken, ends[:-1], strict=True))
+
+
+def _check_spans(path: Path, block: Block) -> None:
+    if not _inside(block.spans, block.width):
         raise invalid_file(
             path,
             f"boundary {block.boundary} has columns that no row has",

@@ -79,6 +79,7 @@ class RowReader:
             rows = Rows(rows.sequence_N, np.where(rows.sequence_N >= 0, np.tile(slot_S, batch), 0))
         if ids_N is not None:
             sequences.record_rows(rows, ids_N)
+        unseen: dict[str, str] = {}
         inputs = {"input.positions": self._positions(position_ids, slot_S, shape, edges)}
         if edges is not None:
             seen_N = offsets_in_documents(document_N) + 1
@@ -86,10 +87,13 @@ class RowReader:
         elif whole:
             seen_BS = visible_keys(real_BS, columns) if allowed is None or _is_causal(allowed) else visible_keys(allowed, columns)
             inputs["input.visible_from"] = visible_from(rows, np.broadcast_to(seen_BS, shape))
+            if isinstance(mask, torch.Tensor) and not _is_run(mask, allowed, real_BS):
+                unseen["input.visible_from"] = "the attention mask shows more or less than a run of tokens up to the row's own"
         elif mask is None:
             inputs["input.visible_from"] = np.zeros(batch * columns, np.int64)
         padding = int((rows.sequence_N < 0).sum())
-        return Forward(rows, ids_N, inputs, {"padding": padding} if padding else {}, RowOrder(rows, batch, columns))
+        skipped = {"padding": padding} if padding else {}
+        return Forward(rows, ids_N, inputs, skipped, RowOrder(rows, batch, columns), unseen)
 
     def _documents(
         self, edges: tuple[IntArray, IntArray] | None, position_ids: Any, real_BS: BoolArray, sequences: SequenceRegistry, whole: bool
@@ -168,6 +172,16 @@ def _packed_edges(packed: Any) -> tuple[IntArray, IntArray] | None:
 def _is_causal(allowed: BoolArray) -> bool:
     columns = allowed.shape[-1]
     return bool((allowed == np.tri(columns, dtype=bool)).all())
+
+
+def _is_run(mask: torch.Tensor, allowed: BoolArray | None, real_BS: BoolArray) -> bool:
+    """Whether every real row sees exactly the real tokens from one on up to itself, in all heads alike."""
+    if allowed is None or bool((mask != mask[:, :1]).any()):
+        return False
+    slots = np.arange(allowed.shape[-1])
+    first = allowed.argmax(axis=-1)[..., None]
+    run = (slots >= first) & (slots <= slots[:, None]) & real_BS[:, None]
+    return not bool(((np.broadcast_to(allowed, run.shape) != run) & real_BS[..., None]).any())
 
 
 def _allowed(mask: Any, shape: tuple[int, int]) -> BoolArray | None:

@@ -199,7 +199,7 @@ class TransformersHost:
         batch, columns, past = shown.shape[0], shown.shape[1], cache_length(cache, history)
         if history is None and past == 0 and cache is not None:
             history = CacheHistory.empty(batch)
-        call, position_N = self._inputs.read(self._forwards, given, cache, (batch, columns, past), sequences)
+        call, position_N = self._inputs.read(self._forwards, given, cache, (batch, columns, past), history, sequences)
         if self._whole_sequences:
             labelled = self._tracker.label(call, history, sequences)
         elif past or not call.positions_given:
@@ -214,7 +214,8 @@ class TransformersHost:
         return Forward(
             rows=labelled.rows,
             ids_N=None if call.ids_BS is None else call.ids_BS.reshape(-1),
-            inputs={"input.positions": position_N, "input.visible_from": labelled.visible_from_N},
+            inputs={"input.positions": position_N, **({} if call.mask_unseen else {"input.visible_from": labelled.visible_from_N})},
+            unseen={"input.visible_from": call.mask_unseen} if call.mask_unseen else {},
             skipped=labelled.skipped,
             state=_State(labelled, cache, rows_with_logits, kept_BS, {}),
         )

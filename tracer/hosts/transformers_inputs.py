@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ import xxhash
 
 from tracer.errors import Code, HostError
 from tracer.format.schema import Note
-from tracer.hosts.transformers_sequences import Call, first_visible_slots
+from tracer.hosts.transformers_sequences import CacheHistory, Call, first_visible_slots
 from tracer.record.host import IntArray, Rows
 from tracer.record.tokens import SequenceRegistry
 
@@ -38,6 +39,20 @@ _NO_CONTEXT = {"inputs_embeds", "attention_mask", "position_embeddings", "labels
 """Float arguments that are no context of their own."""
 
 
+_NOT_A_RUN = "the attention mask shows more or less than a run of tokens up to the row's own"
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """What a mask says. ``token_BS``: real tokens of this call. ``past_BP``: those of the cache, where it covers it.
+    ``first_BS``: first slot every row may attend to; None where it does not tell. ``unseen``: why that is not all it says."""
+
+    token_BS: BoolArray
+    past_BP: BoolArray | None = None
+    first_BS: IntArray | None = None
+    unseen: str = ""
+
+
 class InputReader:
     """Reads the arguments of one model's calls. Nothing given is changed or kept."""
 
@@ -45,14 +60,26 @@ class InputReader:
         self._model = model
         self._config = model.config.get_text_config()
 
-    def read(self, number: int, given: Mapping[str, Any], cache: Any, shape: Shape, sequences: SequenceRegistry) -> tuple[Call, IntArray]:
+    def read(
+        self,
+        number: int,
+        given: Mapping[str, Any],
+        cache: Any,
+        shape: Shape,
+        history: CacheHistory | None,
+        sequences: SequenceRegistry,
+    ) -> tuple[Call, IntArray]:
         """Forward ``number`` as the tracker wants it, and ``input.positions``: (N,), or (N, planes) for multi-axis rope.
 
-        ``given``: arguments by name. ``cache``: the one given, if any."""
+        ``given``: arguments by name. ``cache``: the one given, if any. ``history``: whose tokens it holds, None where unknown."""
         batch, columns, past = shape
         ids = given.get("input_ids")
         mask = given.get("attention_mask")
-        token_BS, past_BP, visible_BS = self._read_mask(mask, shape, sequences)
+        known_BP = history.real_BP[:, :past] if history is not None and history.length >= past and history.batch == batch else None
+        seen = self._read_mask(mask, shape, known_BP)
+        token_BS, visible_BS, unseen = seen.token_BS, seen.first_BS, seen.unseen
+        if unseen and not any(note.code == "mask-unreadable" for note in sequences.notes):
+            sequences.notes.append(Note(code="mask-unreadable", text=f"input.visible_from is not told: {unseen}"))
         position_BSP, positions_given = _positions(given.get("position_ids"), shape)
         cu_seqlens = given.get("cu_seq_lens_q")
         lengths = None if past else sequences.document_lengths(token_BS)
@@ -71,8 +98,9 @@ class InputReader:
             position_BS=position_BSP[..., 0],
             positions_given=positions_given,
             past=past,
-            past_BP=past_BP,
+            past_BP=seen.past_BP,
             visible_BS=visible_BS,
+            mask_unseen=unseen,
             lengths=lengths,
             generating=generating,
             end_ids=end_ids,
@@ -81,9 +109,8 @@ class InputReader:
         position_NP = position_BSP.reshape(batch * columns, position_BSP.shape[2])
         return call, position_NP[:, 0] if position_NP.shape[1] == 1 else position_NP
 
-    def _read_mask(self, mask: Any, shape: Shape, sequences: SequenceRegistry) -> tuple[BoolArray, BoolArray | None, IntArray | None]:
-        """Real tokens of this call (B, S), of the cache (B, P) where the mask covers it, and the first slot every row may
-        attend to (B, S); None where the mask does not tell."""
+    def _read_mask(self, mask: Any, shape: Shape, known_BP: BoolArray | None) -> _Mask:
+        """What a mask says. ``known_BP``: real tokens in the cache, where its history is known."""
         batch, columns, past = shape
         slots = past + columns
         everything = np.ones((batch, columns), bool)
@@ -92,32 +119,56 @@ class InputReader:
             whole = "full_attention" in mask
             mask = mask.get("full_attention", next(iter(mask.values()), None))
         if mask is None:
-            return everything, None, None
+            return _Mask(everything)
         if isinstance(mask, torch.Tensor) and mask.ndim == 2:
             given_BK = _array(mask) != 0
             if given_BK.shape[1] >= slots:
                 allowed_BK = given_BK[:, :slots]
-                return allowed_BK[:, past:], allowed_BK[:, :past], first_visible_slots(allowed_BK, past, columns)
-            allowed_BK = np.pad(given_BK, ((0, 0), (0, slots - given_BK.shape[1])))
-            token_BS = given_BK[:, -columns:] if given_BK.shape[1] >= columns else everything
-            return token_BS, None, first_visible_slots(allowed_BK, past, columns)
-        if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[-1] >= slots:
-            allowed = mask[:, 0, -columns:, :slots].detach()
-            if allowed.is_floating_point():
-                allowed = allowed > torch.finfo(allowed.dtype).min / 2
-            else:  # eager attention adds the mask to the scores, so a bool one hides nothing
-                allowed = (allowed != 0) | (self._config._attn_implementation == "eager")
-            allowed = allowed.expand(batch, columns, slots)
-            token_BS = _array(allowed[:, range(columns), range(past, slots)]) != 0
+                token_BS, past_BP = allowed_BK[:, past:], allowed_BK[:, :past]
+            else:
+                allowed_BK = np.pad(given_BK, ((0, 0), (0, slots - given_BK.shape[1])))
+                token_BS, past_BP = given_BK[:, -columns:] if given_BK.shape[1] >= columns else everything, None
+            first_BS = first_visible_slots(allowed_BK, past, columns)
+            real_BP = known_BP if known_BP is not None else allowed_BK[:, :past]
+            real_BK = np.concatenate([real_BP, token_BS], axis=1)
+            first_B = np.maximum(first_BS[:, 0], real_BK.argmax(axis=1))
+            behind_BK = np.arange(slots) >= first_B[:, None]
+            unseen = _NOT_A_RUN if (behind_BK & (allowed_BK != real_BK)).any() else ""
+            return _Mask(token_BS, past_BP, first_BS, unseen)
+        if isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.shape[-1] >= slots and mask.shape[-2] >= columns:
             windowed = getattr(self._config, "sliding_window", None) or getattr(self._config, "attention_chunk_size", None)
-            if windowed and not whole:
-                return token_BS, None, None
-            first = torch.where(allowed.any(-1), allowed.to(torch.uint8).argmax(-1), slots)
-            return token_BS, None, _array(first)
-        if not any(note.code == "mask-unreadable" for note in sequences.notes):
-            text = f"an attention mask of type {type(mask).__name__} cannot be read: all its tokens count as real and visible"
-            sequences.notes.append(Note(code="mask-unreadable", text=text))
-        return everything, None, None
+            seen = self._read_prepared(mask[..., -columns:, :slots].detach(), shape, known_BP)
+            return replace(seen, first_BS=None) if windowed and not whole else seen
+        return _Mask(everything, unseen=f"an attention mask of type {type(mask).__name__} cannot be read")
+
+    def _read_prepared(self, mask: torch.Tensor, shape: Shape, known_BP: BoolArray | None) -> _Mask:
+        """What a mask says that goes to the attention as it is: (B or 1, heads or 1, S, K)."""
+        batch, columns, past = shape
+        slots = past + columns
+        one = mask[:, 0]
+        unseen = "the attention mask is not the same for all heads" if bool((mask != mask[:, :1]).any()) else ""
+        # eager attention adds whatever it is given to the scores, so a bool mask hides nothing there
+        added = one.is_floating_point() or self._config._attn_implementation == "eager"
+        if not added:
+            allowed = one != 0
+        elif one.is_floating_point():
+            allowed = one > torch.finfo(one.dtype).min / 2
+        else:
+            allowed = torch.ones_like(one, dtype=torch.bool)
+        if added and bool((one[allowed] != 0).any()):
+            unseen = unseen or "the attention mask adds to the scores of what it does not hide"
+        allowed = allowed.expand(batch, columns, slots)
+        first = torch.where(allowed.any(-1), allowed.to(torch.uint8).argmax(-1), slots)
+        token_BS = _array(allowed[:, range(columns), range(past, slots)]) != 0
+        slot_K = torch.arange(slots, device=allowed.device)
+        real_BP = torch.from_numpy(known_BP).to(allowed.device) if known_BP is not None else allowed[..., :past].any(1)
+        token = torch.from_numpy(token_BS).to(allowed.device)
+        real = torch.cat([real_BP, token], 1)
+        lead = slot_K < real.to(torch.uint8).argmax(1)[:, None]
+        run = (slot_K >= first[..., None]) & (slot_K <= slot_K[past:, None]) & (real | lead)[:, None]
+        if not unseen and bool(((allowed != run) & token[..., None]).any()):
+            unseen = _NOT_A_RUN
+        return _Mask(token_BS, None, _array(first), unseen)
 
     def _document_slots(self, given: Mapping[str, Any], cache: Any, position_BSP: IntArray, shape: Shape) -> IntArray | None:
         """First slot of the document of every row, where the model really keeps packed documents apart: (B, S)."""

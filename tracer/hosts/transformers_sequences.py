@@ -155,6 +155,8 @@ class Call:
     """Which of those are tokens, where a mask says so."""
     visible_BS: IntArray | None = None
     """First slot each row may attend to, K where there is none; None where nothing limits it."""
+    mask_unseen: str = ""
+    """Why ``visible_BS`` does not tell all that the mask hides, where it does not."""
     lengths: Sequence[Sequence[int]] | None = None
     """Document lengths per batch row, where given."""
     generating: bool = False

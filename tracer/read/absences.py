@@ -40,11 +40,10 @@ def token_findings(a: LogicalTrace, b: LogicalTrace, pairing: Pairing) -> list[F
             )
         )
     if not pairing.matched:
-        total = f"{np.count_nonzero(pairing.fed_a)}"
-        if np.count_nonzero(pairing.fed_b) != np.count_nonzero(pairing.fed_a):
-            total += f" (A) and {np.count_nonzero(pairing.fed_b)} (B)"
+        fed_a, fed_b = (int(np.count_nonzero(fed)) for fed in (pairing.fed_a, pairing.fed_b))
+        total = count(fed_a, "row") if fed_a == fed_b else f"{fed_a} (A) and {fed_b} (B) rows"
         parted = f"; {findings[0].text}" if findings else ""
-        findings.insert(0, Finding(code=FindingCode.NOTHING_COMPARED, kind=Kind.ABSENCE, text=f"0 of {total} rows matched{parted}"))
+        findings.insert(0, Finding(code=FindingCode.NOTHING_COMPARED, kind=Kind.ABSENCE, text=f"0 of {total} matched{parted}"))
     for trace, tokens, lacking in ((a, pairing.only_a, Side.B), (b, pairing.only_b, Side.A)):
         if len(tokens):
             request, position = token_name(trace, int(tokens[0]))
@@ -110,7 +109,8 @@ def _declared(boundary: str, lacking: Side, reason: str, rows: int) -> Finding:
             code=FindingCode.ROWS_UNMATCHED, kind=Kind.ABSENCE, boundary=boundary, side=lacking, rows=rows, text=text,
             remedy="give both sides the same tokens=",
         )  # fmt: skip
-    text = f"{count(rows, 'row')} never computed by {who}: {reason}"
+    never = "not told" if boundary.startswith("input.") else "never computed"
+    text = f"{count(rows, 'row')} {never} by {who}: {reason}"
     return Finding(code=FindingCode.ROWS_NOT_COMPUTED, kind=Kind.INFORMATION, boundary=boundary, side=lacking, rows=rows, text=text)
 
 
@@ -150,7 +150,8 @@ def absent_boundary(
     recorded_a, recorded_b = info.name in a.boundaries, info.name in b.boundaries
     lacking, status = (Side.A, status_a) if recorded_b else (Side.B, status_b)
     if not recorded_a and not recorded_b:
-        vacuous = [side for side, known in ((Side.A, status_a), (Side.B, status_b)) if known and known.status is BoundaryStatus.VACUOUS]
+        never = (BoundaryStatus.VACUOUS, BoundaryStatus.RECORDED)  # to be recorded, and without a single execution
+        vacuous = [side for side, known in ((Side.A, status_a), (Side.B, status_b)) if known and known.status in never]
         if not vacuous:
             reason = next((known.reason for known in (status_a, status_b) if known and known.reason), "")
             return _with(result, BoundaryOutcome.NOT_RECORDED, reason), None
@@ -162,7 +163,7 @@ def absent_boundary(
         why = status.reason or "not selected there (level, or boundaries=)"
     else:
         reason = "" if "execution" in status.reason else status.reason
-        why = f"{executions} executions" + (f", {reason}" if reason else "")
+        why = count(executions, "execution") + (f", {reason}" if reason else "")
     sides = "both sides" if lacking is Side.BOTH else lacking.value.upper()
     text = f"missing on {sides}: {why}"
     finding = None

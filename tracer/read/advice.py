@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from tracer.read.findings import Class, Classification, Confidence, Finding, FindingCode, Kind, Shape, Side, Verdict
+from tracer.read.choices import TOP_K
+from tracer.read.findings import BoundaryOutcome, Class, Classification, Confidence, Finding, FindingCode, Kind, Shape, Side, Verdict
 from tracer.read.logical import LogicalTrace
+from tracer.read.pairing import IDS, MASK, POSITIONS, mask_unseen
 from tracer.read.verdict import Facts, names_text, noise_line
 from tracer.read.wording import short
 
@@ -61,6 +63,8 @@ def next_step(facts: Facts, classified: Classification | None = None) -> str:
             return "Put both sides in the same mode (eval, no dropout), then trace again"
         case Class.WEIGHT:
             return f"Run: tracer weights {facts.a.path} {facts.b.path}; then load the same weights on both sides and trace again"
+        case Class.DISCRETE if facts.root is not None and facts.root.text.startswith(f"{TOP_K}:"):
+            return f"Give both sides the same {TOP_K}, then trace again"
         case Class.DISCRETE:
             pin = f'trace(..., pin={{"{where}": "{facts.a.path}"}})'
             behind = "to search behind the choice; what comes later in these tokens follows from it"
@@ -84,7 +88,7 @@ def _error_step(facts: Facts, where: str) -> str:
         return f"Make {setting.parameters['name']} the same on both sides, then trace again"
     if facts.root is not None and facts.root.between and min(_level(facts.a), _level(facts.b)) < 2:
         return f"Trace both sides at level=2, to see what lies between {names_text(facts.root.between)} and {where}"
-    return f"Compare how the two sides compute {where}: everything it is computed from is equal"
+    return _compare_step(facts, where)
 
 
 def _open_step(facts: Facts, where: str) -> str:
@@ -102,7 +106,14 @@ def _open_step(facts: Facts, where: str) -> str:
         return f"Run: {plan}; then run both sides again with TRACER_PLAN=plan.json, to have the values of {where} themselves"
     if not facts.controlled:
         return "Trace both sides once more with the same weights in float32, then add --control A32 B32: an error survives, rounding falls"
-    return f"Compare how the two sides compute {where}: everything it is computed from is equal"
+    return _compare_step(facts, where)
+
+
+def _compare_step(facts: Facts, where: str) -> str:
+    unseen = mask_unseen(facts.a, facts.b, facts.pairing)
+    equal = "equal or within floor" if any(result.outcome is BoundaryOutcome.WITHIN_FLOOR for result in facts.earlier()) else "equal"
+    step = f"Compare how the two sides compute {where}: everything it is computed from is {equal}"
+    return step + (f", as far as it was seen ({unseen})" if unseen else "")
 
 
 def _level(trace: LogicalTrace) -> int:
@@ -110,9 +121,7 @@ def _level(trace: LogicalTrace) -> int:
 
 
 def _input_words(boundary: str) -> str:
-    return {"input.ids": "token ids", "input.positions": "positions", "input.visible_from": "attention mask or document boundaries"}.get(
-        boundary, boundary
-    )
+    return {IDS: "token ids", POSITIONS: "positions", MASK: "attention mask or document boundaries"}.get(boundary, boundary)
 
 
 def _noise_step(facts: Facts, noise: Finding) -> str:

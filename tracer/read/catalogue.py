@@ -13,6 +13,7 @@ import msgspec
 
 from tracer.format.schema import Boundary, BoundaryStatus, Manifest
 from tracer.read.findings import Finding, FindingCode, Kind
+from tracer.read.wording import count
 
 __all__ = ["later_use", "merge_catalogue", "merge_orders", "ranks_text", "vacuous_findings", "with_later_uses"]
 
@@ -140,7 +141,7 @@ def vacuous_findings(manifests: Sequence[Manifest], catalogue: Iterable[Boundary
                     kind=Kind.ABSENCE,
                     boundary=boundary.name,
                     ranks=tuple(rank for rank, _ in ranks),
-                    text=f"vacuous: not recorded as the map says{where}, {boundary.executions} executions: {'; '.join(reasons)}",
+                    text=f"vacuous: not recorded as the map says{where}, {count(boundary.executions, 'execution')}: {'; '.join(reasons)}",
                 )
             )
     return findings

@@ -161,10 +161,12 @@ class Prefixes:
 @dataclass(frozen=True)
 class Cells:
     """What is known of one boundary, per token. ``compared_K``: all rows of the token were compared; None means every
-    token's. ``differs_K``: any of them differs (above the floor); None means none does."""
+    token's. ``differs_K``: any of them differs (above the floor); None means none does. ``within_K``: rows differ, all of them
+    within floor or tolerance: no difference of their own, and not equal either, so that what they inherit lives on."""
 
     compared_K: Mask | None
     differs_K: Mask | None
+    within_K: Mask | None = None
 
 
 @dataclass(frozen=True)
@@ -261,12 +263,13 @@ def _any(masks: Sequence[Mask]) -> Mask | None:
 
 
 def _state(cell: Cells, inherited: Mask | None) -> Mask | None:
-    """A compared cell speaks for itself, any other for what it inherits."""
-    unknown = None
-    if cell.compared_K is not None and inherited is not None:
-        unknown = inherited & ~cell.compared_K
-        unknown = unknown if unknown.any() else None
-    return _any([mask for mask in (cell.differs_K, unknown) if mask is not None])
+    """A compared cell that is equal or differs speaks for itself, any other for what it inherits."""
+    open_K = _any([mask for mask in (None if cell.compared_K is None else ~cell.compared_K, cell.within_K) if mask is not None])
+    inherits = None
+    if open_K is not None and inherited is not None:
+        inherits = inherited & open_K
+        inherits = inherits if inherits.any() else None
+    return _any([mask for mask in (cell.differs_K, inherits) if mask is not None])
 
 
 def _between(graph: Graph, at: int, root_K: Mask, cells: Mapping[str, Cells], compared: set[int]) -> tuple[tuple[str, ...], bool]:
@@ -317,7 +320,8 @@ def _harmless_at(graph: Graph, at: int, root_K: Mask, cells: Mapping[str, Cells]
         reach = _carried(boundary, reach, prefixes)
         cell = cells.get(boundary.name)
         if cell is not None:
-            lives = np.zeros_like(reach) if cell.differs_K is None else reach & cell.differs_K
+            apart = _any([mask for mask in (cell.differs_K, cell.within_K) if mask is not None])
+            lives = np.zeros_like(reach) if apart is None else reach & apart
             if lives.any() and (boundary.level == 0 or boundary.discrete):
                 return ""
             if not lives.all() and (reach & ~lives).any():
@@ -349,6 +353,8 @@ def _heals_at(
         reach = _carried(boundary, reach, prefixes)
         cell = cells.get(boundary.name)
         if cell is not None:
+            if cell.within_K is not None and (cell.within_K & reach).any():
+                return ""
             if cell.differs_K is not None and (cell.differs_K & reach).any():
                 if boundary.name not in healed:
                     return ""

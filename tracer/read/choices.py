@@ -19,12 +19,15 @@ from tracer.read.logical import LogicalBoundary
 from tracer.read.matched import dumped_lines, exact_scores
 from tracer.read.wording import count
 
-__all__ = ["MANTISSA_BITS", "ChoiceReport", "describe_choices", "scores_of_rows", "ulps_between"]
+__all__ = ["MANTISSA_BITS", "TOP_K", "ChoiceReport", "describe_choices", "scores_of_rows", "ulps_between"]
 
 I64 = npt.NDArray[np.int64]
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
+
+TOP_K = "top_k"
+"""What the number of choices per row is called."""
 
 _CHUNK = 4096
 MANTISSA_BITS = {"bfloat16": 7, "float16": 10, "float32": 23}
@@ -40,7 +43,9 @@ class ChoiceReport:
     exactly 0 on both sides. ``largest_gap_ulps``: of the other rows, on the side where it was closer, in the coarser of the two
     dtypes; None where no gap is known. ``unknown``: why not, or of how many tokens. ``largest_change_ulps``: how far the scores
     involved differ between the sides: a gap within it is a choice that follows from the scores.
-    ``not_top_a``, ``not_top_b``: rows whose ids are not the highest of their own side's scores."""
+    ``not_top_a``, ``not_top_b``: rows whose ids are not the highest of their own side's scores.
+    ``widths``: ids per row on A and on B, where they are not as many; ``tokens`` are then those in which the fewer ids are not
+    among the more."""
 
     tokens: int
     reordered: int = 0
@@ -50,9 +55,13 @@ class ChoiceReport:
     largest_change_ulps: float | None = None
     not_top_a: int = 0
     not_top_b: int = 0
+    widths: tuple[int, int] | None = None
 
     def text(self) -> str:
         """One clause per fact: ``1 token flipped, a tie (gap 0 ulps)``."""
+        if self.widths is not None:
+            among = f"not so in {count(self.tokens, 'token')}" if self.tokens else "in every token"
+            return f"{TOP_K}: {self.widths[0]} against {self.widths[1]}, the fewer ids among the more {among}"
         parts = [f"{count(self.tokens, 'token')} flipped"] if self.tokens or not self.reordered else []
         if self.reordered:
             parts.append(f"{count(self.reordered, 'token')} with the same ids in another order")
@@ -105,6 +114,9 @@ def describe_choices(
         return None
     ids_a, ids_b = choice.values
     kept_a, kept_b = _members(ids_a, ids_b), _members(ids_b, ids_a)
+    if ids_a.shape != ids_b.shape:
+        fewer = kept_a if ids_a.shape[1] < ids_b.shape[1] else kept_b
+        return ChoiceReport(int((~fewer.all(axis=1)).sum()), widths=(ids_a.shape[1], ids_b.shape[1]))
     flipped = np.logical_not(kept_a.all(axis=1) & kept_b.all(axis=1))
     tokens = int(flipped.sum())
     report = ChoiceReport(tokens, reordered=len(flipped) - tokens)

@@ -26,7 +26,7 @@ from tracer.read.findings import (
     Shape,
 )
 from tracer.read.matched import EPSILON
-from tracer.read.wording import short
+from tracer.read.wording import count, short
 
 __all__ = ["ROUNDINGS", "RootEvidence", "classify_root", "is_quantized"]
 
@@ -50,7 +50,7 @@ class RootEvidence:
     and is equal. ``ancestors``: it was not, but recorded ancestors stand for it, and are equal. ``weights_equal``: those it
     is computed with, as far as it has any. ``fades``: boundaries that read it, where all of them differ by rounding only.
     ``faded``: they fall to the rounding of float32 in the control pair. ``reduced``: a setting by which float32 products are
-    computed in less."""
+    computed in less. ``unseen``: an input that no boundary tells, such as a mask; then neither holds."""
 
     root: Root
     info: Boundary
@@ -65,6 +65,7 @@ class RootEvidence:
     fades: tuple[str, ...] = ()
     faded: bool = False
     reduced: str = ""
+    unseen: str = ""
     earlier: Sequence[BoundaryOutcome] = ()
 
     @property
@@ -108,7 +109,7 @@ def _observed(evidence: RootEvidence) -> tuple[str, ...]:
         found.append(f"equal at {', '.join(root.between[:3])}; what lies between was not compared")
     if evidence.largest is not None and root.distance is not None:
         size = "below the sketch's resolution" if root.distance.below_resolution else f"up to {short(evidence.largest)}"
-        found.append(f"relative distance {size}, {root.rows} of {root.rows_compared} rows ({root.tokens})")
+        found.append(f"relative distance {size}, {root.rows} of {count(root.rows_compared, 'row')} ({root.tokens})")
     found += [_told(explanation) for explanation in evidence.explanations]
     if evidence.control is not None:
         found.append(evidence.control.text)
@@ -254,7 +255,9 @@ def _open(evidence: RootEvidence) -> tuple[str, ...]:
     found = list(_where_open(evidence))
     if not evidence.weights_equal:
         found.append("that the weights are equal: those it is computed with were not compared")
-    if not evidence.same_input and not evidence.ancestors:
+    if evidence.unseen:
+        found.append(f"that its inputs are equal: {evidence.unseen}")
+    elif not evidence.same_input and not evidence.ancestors:
         found.append("that its inputs are equal: none of what it is computed from was compared")
     if evidence.fades and not evidence.faded:
         found.append("that it is only an equivalent order of operations")

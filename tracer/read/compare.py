@@ -16,8 +16,10 @@ import numpy.typing as npt
 
 from tracer.format.dtypes import DTYPES
 from tracer.format.fingerprint import row_distance
+from tracer.format.schema import RowScope
 from tracer.read.logical import LogicalBoundary, Statistics
 from tracer.read.pairing import TokenMatch
+from tracer.read.wording import count
 
 __all__ = ["SKETCH_RESOLUTION", "Comparison", "Method", "compare_boundary", "partial_rounding"]
 
@@ -47,6 +49,8 @@ class Method(str, Enum):
     """Partial sums of the same split: bitwise, coordinate by coordinate."""
     SKETCH = "sketch"
     """No comparable digest exists (other dtype, partial sums); distances only."""
+    CHOICES = "choices"
+    """Another number of choices per row: every row differs."""
     NONE = "none"
     """Not comparable at all; ``reason`` says why."""
 
@@ -94,7 +98,7 @@ class Comparison:
 
     @cached_property
     def values(self) -> tuple[I64, I64] | None:
-        """Raw integers of the differing pairs, (D, C) each; None where a side keeps none."""
+        """Raw integers of the differing pairs, (D, C) each, with ``Method.CHOICES`` of another C; None where a side keeps none."""
         a, b = self.a.load_values(), self.b.load_values()
         if a is None or b is None:
             return None
@@ -120,6 +124,7 @@ class Comparison:
             x, y = _Taken(a.sketch_R16[rows_a], a.sum_squares_R[rows_a]), _Taken(b.sketch_R16[rows_b], b.sum_squares_R[rows_b])
             found = row_distance(x, y)
             same = (x.sketch_R16 == y.sketch_R16).all(axis=1)
+            same &= np.isfinite(x.sum_squares_R) & np.isfinite(y.sum_squares_R)
             found[same] = 0.0  # two zero rows that differ in the sign of zero have no norm to divide by
             out[start : start + _CHUNK] = found
         return out
@@ -155,8 +160,16 @@ def partial_rounding(a: LogicalBoundary, b: LogicalBoundary) -> float:
 
 
 def compare_boundary(a: LogicalBoundary, b: LogicalBoundary, tokens: TokenMatch) -> Comparison:
-    """Compare one boundary of two sides. Structure first: another width or kind of data is never judged by value."""
+    """Compare one boundary of two sides. Structure first: another width or kind of data is never judged by value. Another
+    number of choices is a difference by itself."""
     empty = _no_rows()
+    if a.width != b.width and (a.info.discrete or b.info.discrete) and _narrow(a) and _narrow(b):
+        rows_a, rows_b, only_a, only_b = _align(a, b, tokens)
+        every = np.arange(len(a) if rows_a is None else len(rows_a))
+        return Comparison(a, b, Method.CHOICES, every, rows_a, rows_b, only_a, only_b, f"{a.width} choices per row against {b.width}")
+    if (a.info.rows is RowScope.NEXT) != (b.info.rows is RowScope.NEXT):
+        reason = "rows speak of their own token on one side and of the next on the other"
+        return Comparison(a, b, Method.NONE, empty, empty, empty, reason=reason)
     if a.width != b.width:
         return Comparison(a, b, Method.NONE, empty, empty, empty, reason=f"width {a.width} against {b.width}")
     for side, boundary in (("A", a), ("B", b)):
@@ -173,7 +186,13 @@ def compare_boundary(a: LogicalBoundary, b: LogicalBoundary, tokens: TokenMatch)
             pairs = zip(sorted(a.parts, key=lambda part: part.coordinate), sorted(b.parts, key=lambda part: part.coordinate), strict=True)
             apart = [_apart(x.digest_R2, y.digest_R2, rows_a, rows_b) for x, y in pairs]
             differing = np.unique(np.concatenate(apart)) if apart else empty
-            return compared(Method.PARTS, differing, f"partial sums over {a.partial_axis}, compared coordinate by coordinate")
+            how = "coordinate by coordinate"
+            if len(differing):
+                left = differing[_other_parts(a, b, *compared(Method.PARTS, differing).sides(differing))]
+                moved = len(differing) - len(left)
+                how += f" (in {count(moved, 'row')} the same parts on other coordinates)" if moved else ""
+                differing = left
+            return compared(Method.PARTS, differing, f"partial sums over {a.partial_axis}, compared {how}")
         reason = "partial sums over " + " and ".join(sorted({axis for axis in (a.partial_axis, b.partial_axis) if axis}))
         return _beyond(compared(Method.SKETCH, empty, reason), partial_rounding(a, b))
     if not _same_dtype(a, b):
@@ -195,10 +214,12 @@ def _beyond(probe: Comparison, resolution: float) -> Comparison:
 
 def _same_dtype(a: LogicalBoundary, b: LogicalBoundary) -> bool:
     """Equal dtypes; narrow integers are int64 whatever they were."""
-    if a.dtype == b.dtype:
-        return True
-    kinds = [DTYPES[dtype].is_narrow(a.width) if dtype in DTYPES else False for dtype in (a.dtype, b.dtype)]
-    return all(kinds)
+    return a.dtype == b.dtype or (_narrow(a) and _narrow(b))
+
+
+def _narrow(boundary: LogicalBoundary) -> bool:
+    """Integers that keep their raw values."""
+    return boundary.dtype in DTYPES and DTYPES[boundary.dtype].is_narrow(boundary.width)
 
 
 def _falsely_partial(boundary: LogicalBoundary) -> bool:
@@ -216,6 +237,16 @@ def _same_split(a: LogicalBoundary, b: LogicalBoundary) -> bool:
         and a.dtype == b.dtype
         and sorted((part.coordinate, part.size) for part in a.parts) == sorted((part.coordinate, part.size) for part in b.parts)
     )
+
+
+def _other_parts(a: LogicalBoundary, b: LogicalBoundary, rows_a: I64, rows_b: I64) -> Bools:
+    """Rows whose parts are not the same ones, on whatever coordinates: (D,)."""
+    held = []
+    for boundary, rows in ((a, rows_a), (b, rows_b)):
+        lanes_DP = np.stack([np.ascontiguousarray(part.digest_R2[rows]).view("u8,u8")[:, 0] for part in boundary.parts], axis=1)
+        held.append(np.sort(lanes_DP, axis=1))
+    other: Bools = (held[0] != held[1]).any(axis=1)
+    return other
 
 
 def _apart(digest_a: U64, digest_b: U64, rows_a: I64 | None, rows_b: I64 | None) -> I64:

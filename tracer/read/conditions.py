@@ -5,7 +5,7 @@ Conditions are leads, never proof: a difference here changes no verdict by itsel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,11 @@ VOLATILE = frozenset(
     }
 )  # fmt: skip
 """Names, at any depth, of what is another in every run and says nothing about what was computed."""
+
+
+_BY_INDEX = "by_index"
+"""Key under which a host lists values that are not the same in every layer."""
+_INDICES_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -97,11 +102,24 @@ def _flat(trace: LogicalTrace) -> dict[str, Any]:
 
 
 def flat_conditions(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested conditions as (dotted name, value), without what is None. Values that differ by layer are one text."""
-    if isinstance(value, Mapping) and list(value) == ["by_index"]:
-        yield prefix, ", ".join(f"{one} in {places}" for one, places in value["by_index"].items())
+    """Nested conditions as (dotted name, value), without what is None. Values by layer index are one text: ``2 at 0..2, 4 at 3``."""
+    if isinstance(value, Mapping) and value.keys() == {_BY_INDEX} and isinstance(value[_BY_INDEX], Mapping):
+        yield prefix, ", ".join(f"{item} at {_index_text(str(indices).split())}" for item, indices in value[_BY_INDEX].items())
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from flat_conditions(item, f"{prefix}.{key}" if prefix else str(key))
     elif value is not None:
         yield prefix, value
+
+
+def _index_text(indices: Sequence[str]) -> str:
+    """``0..2 5``: runs of numbers, a few of anything else."""
+    if not all(index.isdigit() for index in indices):
+        return " ".join(indices[:_INDICES_SHOWN]) + (f" and {len(indices) - _INDICES_SHOWN} more" if len(indices) > _INDICES_SHOWN else "")
+    runs: list[list[int]] = []
+    for index in sorted(map(int, indices)):
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], index]
+        else:
+            runs.append([index])
+    return " ".join(f"{run[0]}..{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tracer.format.schema import Boundary
+from tracer.format.schema import Boundary, RowScope
 from tracer.read.causes import Causes, Graph
 from tracer.read.compare import Method
 from tracer.read.conditions import Lead
@@ -185,9 +185,7 @@ def boundary_findings(scene: Scene, candidates: Sequence[Candidate], until: floa
             continue
         own = list(judged.findings)
         if judged.comparison.method is Method.NONE:
-            widths = judged.comparison.a.width != judged.comparison.b.width
-            code = FindingCode.WIDTH_DIFFERS if widths else FindingCode.PARTIAL_COPIES_IDENTICAL
-            own.append(Finding(code=code, kind=Kind.ABSENCE, boundary=info.name, text=judged.text))
+            own.append(_incomparable(scene, info, judged))
         elif judged.above_D.any():
             finding = _value_finding(scene, info, judged, places.get(info.name), until)
             if finding is not None:
@@ -195,6 +193,22 @@ def boundary_findings(scene: Scene, candidates: Sequence[Candidate], until: floa
         if own:
             findings[info.name] = own
     return findings
+
+
+def _incomparable(scene: Scene, info: Boundary, judged: Judged) -> Finding:
+    """Why no value of a boundary was judged: an absence, unless it follows from another number of choices."""
+    a, b = judged.comparison.a, judged.comparison.b
+    kind, text = Kind.ABSENCE, judged.text
+    if (a.info.rows is RowScope.NEXT) != (b.info.rows is RowScope.NEXT):
+        code = FindingCode.BOUNDARY_MISSING
+    elif a.width == b.width:
+        code = FindingCode.PARTIAL_COPIES_IDENTICAL
+    else:
+        code = FindingCode.WIDTH_DIFFERS
+        chosen = [name for name in info.inputs if name in scene.judged and scene.judged[name].comparison.method is Method.CHOICES]
+        if chosen:
+            kind, text = Kind.INFORMATION, f"{text}: follows from {chosen[0]}"
+    return Finding(code=code, kind=kind, boundary=info.name, text=text)
 
 
 def _value_finding(scene: Scene, info: Boundary, judged: Judged, candidate: Candidate | None, until: float) -> Finding | None:

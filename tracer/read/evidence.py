@@ -30,6 +30,7 @@ from tracer.read.findings import (
 from tracer.read.logical import LogicalTrace
 from tracer.read.matched import EPSILON
 from tracer.read.outcomes import Judged
+from tracer.read.pairing import MASK, mask_unseen
 
 __all__ = ["Account", "EvidenceGatherer"]
 
@@ -120,13 +121,15 @@ class EvidenceGatherer:
         known = {weight for weight in info.weights if weight in scene.a.weights and weight in self.material.b.weights}
         unknown = {weight for weight, *_ in scene.weights.unknown}
         missing = {weight for weight, _, buffer in scene.weights.missing if not buffer}
+        masked = MASK in info.inputs or info.mixes_tokens or cells.between
+        unseen = mask_unseen(scene.a, self.material.b, scene.pairing) if masked else ""
         lines = self.dump_lines.get(name)
         evidence = RootEvidence(
             root=root,
             info=info,
             dtypes=(judged.comparison.a.dtype, judged.comparison.b.dtype),
-            same_input=not cells.between and not cells.unobserved,
-            ancestors=bool(cells.between) and not cells.unobserved,
+            same_input=not cells.between and not cells.unobserved and not unseen,
+            ancestors=bool(cells.between) and not cells.unobserved and not unseen,
             weights_equal=not info.weights or (bool(known) and not (set(info.weights) & (unknown | missing))),
             explanations=explanations,
             dump=lines if lines is not None and lines.rows else None,
@@ -135,6 +138,7 @@ class EvidenceGatherer:
             fades=fades,
             faded=bool(fades) and self._faded(fades),
             reduced=_reduced_products(scene.a, self.material.b) if info.weights or info.mixes_tokens else "",
+            unseen=unseen,
             earlier=outcomes,
         )
         return Account(root, explanations, classify_root(evidence), control)

@@ -429,7 +429,8 @@ class SideSummary(_Result, frozen=True, kw_only=True):
     root_class: str = ""
     world_size: int = 0
     mesh: str = ""
-    level: int = 0
+    level: int | None = None
+    """None where no process has committed, so that nobody says."""
     sequences: int = 0
     tokens: int = 0
 

@@ -7,6 +7,7 @@ digest is above it.
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tracer.errors import Code, UsageError
+from tracer.format.schema import Boundary
 from tracer.read.compare import SKETCH_RESOLUTION, Comparison, Method, compare_boundary
 from tracer.read.findings import Kind
 from tracer.read.logical import LogicalTrace
@@ -112,9 +114,10 @@ class Floors:
 
     def above(self, comparison: Comparison) -> npt.NDArray[np.bool_]:
         """Which differing pairs are above floor and tolerance, bool (D,). Inputs always are, and so are rows with
-        another number of non-finite values or an undefined distance; choices are, unless the floor pairs differ there too."""
+        another number of non-finite values or of choices, or an undefined distance; other choices are, unless the floor pairs
+        differ there too."""
         name, count = comparison.name, len(comparison.differing)
-        if not count or not self.given or name.startswith("input."):
+        if not count or not self.given or name.startswith("input.") or comparison.method is Method.CHOICES:
             return np.ones(count, np.bool_)
         limit = self.limit(name) if comparison.values is None else 2 * self.by_boundary.get(name, 0.0)
         if comparison.method is Method.SKETCH:
@@ -135,6 +138,27 @@ class Floors:
         return np.array([known.get(row, math.inf) <= most for row in zip(token_D, expert_D, strict=True)], np.bool_)
 
 
+def check_names(tolerance: Tolerance, catalogue: Iterable[Boundary]) -> None:
+    """Refuse limits for boundaries that there are not, or that have none: inputs and choices are equal or they are not.
+
+    Raises ``UsageError`` (bad-argument) with close matches."""
+    limited = {boundary.name: not (boundary.discrete or boundary.name.startswith("input.")) for boundary in catalogue}
+    for name in tolerance.per_boundary:
+        matches = [name] if name in limited else fnmatch.filter(limited, name)
+        if not matches:
+            close = difflib.get_close_matches(name, limited, n=3, cutoff=0.5)
+            raise UsageError(
+                Code.BAD_ARGUMENT, "a tolerance is given for a boundary that neither side has", where=name,
+                expected=" or ".join(close) or "a name or glob that tracer show --all lists", found=name,
+                remedy="tracer show --all TRACE lists every name",
+            )  # fmt: skip
+        if not any(limited[match] for match in matches):
+            raise UsageError(
+                Code.BAD_ARGUMENT, "inputs and choices have no tolerance: they are equal or they are not", where=name, found=name,
+                remedy="leave it out; a floor trace that chooses otherwise at that boundary covers choices",
+            )  # fmt: skip
+
+
 def measure_floors(
     a: LogicalTrace,
     b: LogicalTrace,
@@ -151,8 +175,11 @@ def measure_floors(
     values of some rows.
 
     Raises ``UsageError`` (bad-argument): a tolerance in ulps without dumps, a floor trace of another side or for
-    both, one that is incomplete or shares no token with its side.
+    both, one that is incomplete or shares no token with its side; ``own`` where neither side saw any row twice; a limit for a
+    boundary that there is not.
     """
+    if tolerance is not None:
+        check_names(tolerance, [*a.catalogue, *b.catalogue])
     if tolerance is not None and tolerance.ulps and not dumped:
         raise UsageError(
             Code.BAD_ARGUMENT, "a tolerance in ulps needs the raw values of the rows", expected="dumps on both sides",
@@ -168,13 +195,27 @@ def measure_floors(
         for name, distance in _pair_distances(side, trace):
             by_boundary[name] = max(by_boundary.get(name, 0.0), distance)
     if own:
-        for side in (a, b):
-            for name, boundary in side.boundaries.items():
-                noise = side.noise.get(name, 0.0)
-                if math.isnan(noise):  # rows that keep no sketch: "another value" counts as 1, see Comparison.distance_D
-                    noise = 1.0 if boundary.load_statistics() is None else 0.0
-                by_boundary[name] = max(by_boundary.get(name, 0.0), noise)
+        noise = [*_own_noise(a), *_own_noise(b)]
+        if not noise:
+            raise UsageError(
+                Code.BAD_ARGUMENT, f"{SELF} is no floor here: neither side saw any row twice", where="--floor",
+                expected="siblings of one prompt, or the same forward twice, in at least one trace", found="every row once",
+                remedy="record them, or give another trace of a side with --floor-a or --floor-b",
+            )  # fmt: skip
+        for name, distance in noise:
+            by_boundary[name] = max(by_boundary.get(name, 0.0), distance)
     return Floors(by_boundary, tolerance, measured=bool(pairs) or own, own=own)
+
+
+def _own_noise(side: LogicalTrace) -> Iterable[tuple[str, float]]:
+    """Largest distance between siblings or repeats per boundary, of those that saw any row again."""
+    for name, boundary in side.boundaries.items():
+        if name not in side.noise and not (boundary.seen_R > 1).any():
+            continue
+        noise = side.noise.get(name, 0.0)
+        if math.isnan(noise):  # rows that keep no sketch: "another value" counts as 1, see Comparison.distance_D
+            noise = 1.0 if boundary.load_statistics() is None else 0.0
+        yield name, noise
 
 
 def _pair_distances(side: LogicalTrace, trace: LogicalTrace) -> Iterable[tuple[str, float]]:
@@ -192,6 +233,12 @@ def _pair_distances(side: LogicalTrace, trace: LogicalTrace) -> Iterable[tuple[s
         comparison = compare_boundary(boundary, other, pairing.tokens)
         if comparison.method is Method.NONE or not len(comparison):
             continue
+        if comparison.method is Method.CHOICES or (name.startswith("input.") and len(comparison.differing)):
+            raise UsageError(
+                Code.BAD_ARGUMENT, "a floor trace was not fed or routed as its side", where=f"{trace.path}, {name}",
+                expected=f"{name} as in {side.path}", found=comparison.reason or f"{len(comparison.differing)} other rows",
+                remedy="a floor differs from its side in what must not matter: record it again with the same inputs and top_k",
+            )  # fmt: skip
         distance = comparison.distance_D
         distance = distance[np.isfinite(distance)]
         yield name, float(distance.max()) if len(distance) else 0.0
@@ -235,10 +282,33 @@ def _check_side(side: LogicalTrace, other: LogicalTrace, trace: LogicalTrace, op
     unreadable = [finding.text for finding in trace.findings if finding.kind is Kind.UNREADABLE]
     if unreadable:
         raise UsageError(Code.BAD_ARGUMENT, "a floor trace cannot be read as a whole", where=trace.path, found=unreadable[0])
-    if side.manifest.host != trace.manifest.host or not _same_weights(side, trace):
+    if _same_program(side, other) and _equal(other, trace) and not _equal(side, trace):
+        raise UsageError(
+            Code.BAD_ARGUMENT, f"{option} is a run of the other side: it equals that bit for bit, and this side does not", where=trace.path,
+            expected=f"another run of {side.path}", found=f"the values of {other.path}",
+            remedy="record the side that the floor is for once more, with the program of that side",
+        )  # fmt: skip
+    if not _same_program(side, trace):
         raise UsageError(
             Code.BAD_ARGUMENT, f"{option} is no trace of that side", where=trace.path,
-            expected=f"host {side.manifest.host} with the weights of {side.path}",
-            found=f"host {trace.manifest.host}" + ("" if side.manifest.host != trace.manifest.host else " with other weights"),
-            remedy="a floor is the same program with the same weights, run again or in another layout",
+            expected=f"{_program(side)} with the weights of {side.path}",
+            found=_program(trace) + ("" if _same_weights(side, trace) else " with other weights"),
+            remedy="a floor is the same program with the same map and weights, run again or in another layout",
         )  # fmt: skip
+
+
+def _same_program(x: LogicalTrace, y: LogicalTrace) -> bool:
+    """One program as far as traces tell."""
+    return _program(x) == _program(y) and _same_weights(x, y)
+
+
+def _program(trace: LogicalTrace) -> str:
+    manifest = trace.manifest
+    return f"host {manifest.host}, map {manifest.map.family}, model {manifest.map.root_class}"
+
+
+def _equal(x: LogicalTrace, y: LogicalTrace) -> bool:
+    """Whether all that both recorded of common tokens is bitwise equal."""
+    tokens = pair_sides(x, y).tokens
+    pairs = [compare_boundary(x.boundaries[name], y.boundaries[name], tokens) for name in x.boundaries.keys() & y.boundaries.keys()]
+    return any(len(pair) for pair in pairs) and not any(pair.method is Method.NONE or len(pair.differing) for pair in pairs)

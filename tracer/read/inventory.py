@@ -1,4 +1,4 @@
-"""``tracer show``: what a trace holds, from headers and manifests alone, whether it was finished or not."""
+"""``tracer show``: what a trace holds, from headers and manifests, whether it was finished, or is whole, or not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tracer.format.schema import BoundaryStatus, Manifest, Note
 from tracer.format.store_read import Shard
 from tracer.read.catalogue import merge_catalogue
 from tracer.read.findings import Finding
-from tracer.read.load import TraceFiles, load_trace
+from tracer.read.load import Problem, Progress, TraceFiles, survey_trace
 
 __all__ = ["BoundaryLine", "Inventory", "ShardLine", "take_inventory"]
 
@@ -31,7 +31,8 @@ class BoundaryLine(msgspec.Struct, frozen=True, kw_only=True):
     """One boundary, over all processes. ``rows``: recorded by all of them together, replicas included."""
 
     name: str
-    level: int
+    level: int | None = None
+    """None where only unfinished shards hold it."""
     status: str
     dtype: str = ""
     width: int = 0
@@ -47,12 +48,13 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 1
     path: str
     complete: bool
+    """All there, and unaltered."""
     run_id: str
     world_size: int
     host: str = ""
     root_class: str = ""
     family: str = ""
-    level: int = 0
+    level: int | None = None
     tracer: str = ""
     sequences: int = 0
     forwards: int = 0
@@ -68,19 +70,18 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[Note, ...] = ()
     conditions: dict[str, Any] = {}
     findings: tuple[Finding, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    """Committed files that are torn, altered, foreign or unreadable. What they hold is not listed."""
 
 
-def take_inventory(path: str) -> Inventory:
-    """List what a trace holds. Fingerprints are not read and not checked: ``tracer verify`` does that.
-
-    Raises ``UsageError`` (not-a-trace) and ``TraceFormatError`` for committed files that cannot be read.
-    """
-    files = load_trace(path, verify=False)
+def take_inventory(path: str, *, progress: Progress | None = None) -> Inventory:
+    """List what a trace holds, every checksum verified. Raises ``UsageError`` (not-a-trace)."""
+    files, problems = survey_trace(path, progress=progress)
     manifests = [shard.manifest for shard in files.shards if shard.manifest is not None]
     shards = sorted((*files.shards, *files.uncommitted), key=lambda shard: shard.rank)
     inventory = Inventory(
         path=str(files.path),
-        complete=not files.findings,
+        complete=not files.findings and not problems,
         run_id=files.run_id,
         world_size=files.world_size,
         sequences=len({(sequence.scope, sequence.label) for shard in shards for sequence in shard.sequences}),
@@ -88,6 +89,7 @@ def take_inventory(path: str) -> Inventory:
         shards=tuple(_shard_line(shard) for shard in shards),
         boundaries=tuple(_boundary_lines(files, manifests)),
         findings=files.findings,
+        problems=problems,
     )
     if not manifests:
         return inventory
@@ -138,7 +140,7 @@ def _boundary_lines(files: TraceFiles, manifests: list[Manifest]) -> Iterable[Bo
         for _, block in shard.blocks():
             rows[block.boundary] = rows.get(block.boundary, 0) + block.row_count
             loose.setdefault(
-                block.boundary, BoundaryLine(name=block.boundary, level=0, status="recorded", dtype=block.dtype, width=block.width)
+                block.boundary, BoundaryLine(name=block.boundary, status="recorded", dtype=block.dtype, width=block.width)
             )
     scopes = [next((sequence.scope for sequence in shard.sequences), "") for shard in files.shards if shard.manifest is not None]
     for boundary in merge_catalogue(manifests, scopes):

@@ -41,10 +41,15 @@ def join_weights(manifests: Sequence[Manifest]) -> tuple[dict[str, Weight], list
     """Every parameter and buffer as a whole, by semantic name, in order of first mention. ``manifests``: by rank.
 
     A parameter with a part that is missing, unknown, or of another shape or dtype than the rest is ``unknown`` with that reason.
-    Findings: copies that disagree, parts that overlap.
+    Findings: copies that disagree, parts that overlap, no weight at all where weights were to be recorded.
     """
     joined: dict[str, Weight] = {}
     findings: list[Finding] = []
+    wanted = next((manifest.weights_mode for manifest in manifests if manifest.weights_mode != "none"), "")
+    if wanted and not any(manifest.weights for manifest in manifests):
+        text = f'no weight was fingerprinted, although weights="{wanted}" was asked for'
+        remedy = "find out why the map names no parameter of this model, or record with weights=False"
+        findings.append(Finding(code=FindingCode.WEIGHT_MISSING, kind=Kind.ABSENCE, text=text, remedy=remedy))
     for name, pieces in _pieces(manifests).items():
         joined[name], found = _join_one(pieces)
         findings += found

@@ -6,7 +6,7 @@ What tears a file or makes it foreign raises; what makes a readable trace incomp
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from tracer.format.schema import MANIFEST_NAME, Boundary, Manifest, shard_name
 from tracer.format.store_read import Shard, inspect_shard, manifest_files, read_manifest, shard_paths
 from tracer.read.findings import Finding, FindingCode, Kind
 
-__all__ = ["Problem", "Progress", "TraceFiles", "VerifyReport", "load_trace", "verify_trace"]
+__all__ = ["Problem", "Progress", "TraceFiles", "VerifyReport", "load_trace", "survey_trace", "verify_trace"]
 
 Progress = Callable[[int, int], None]
 """``progress(bytes_done, bytes_total)``, called from the calling thread while files are hashed."""
@@ -80,14 +80,12 @@ def load_trace(path: str | os.PathLike[str], *, verify: bool = True, progress: P
 
     ``verify``: read and hash every file, and check every reference, at about the speed of memory; without it, only
     headers, sizes and counts. Raises ``UsageError`` (not-a-trace) and ``TraceFormatError``: format-unsupported, manifest-invalid,
-    segment-invalid, checksum-mismatch, shard-incomplete (a listed file is gone).
+    segment-invalid, checksum-mismatch, shard-incomplete (a listed file is gone, other counts than the manifest's).
     """
     root = _trace_folder(path)
     shards, _ = _inspect(root, verify, progress)
-    for shard in shards:
-        if shard.manifest is not None or (shard.path / MANIFEST_NAME).exists():
-            for problem in shard.problems:
-                raise problem
+    for problem in _problems(shards):
+        raise problem
     return _assemble(root, shards)
 
 
@@ -95,9 +93,9 @@ def verify_trace(path: str | os.PathLike[str], *, progress: Progress | None = No
     """Check everything about a trace and report all that is wrong, not only the first. Raises ``UsageError`` (not-a-trace)."""
     root = _trace_folder(path)
     shards, size = _inspect(root, True, progress)
-    problems = [_problem(error) for shard in shards if (shard.path / MANIFEST_NAME).exists() for error in shard.problems]
+    problems = [_problem(error) for error in _problems(shards)]
     whole = [shard for shard in shards if shard.manifest is not None and not shard.problems]
-    problems += [_problem(error) for shard in whole for error in (*_count_problems(shard), *_dump_problems(root, shard))]
+    problems += [_problem(error) for shard in whole for error in _dump_problems(root, shard)]
     trace = _assemble(root, shards)
     segments = [segment for shard in shards for segment in shard.segments]
     return VerifyReport(
@@ -113,6 +111,21 @@ def verify_trace(path: str | os.PathLike[str], *, progress: Progress | None = No
         problems=tuple(problems),
         findings=trace.findings,
     )
+
+
+def survey_trace(path: str | os.PathLike[str], *, progress: Progress | None = None) -> tuple[TraceFiles, tuple[Problem, ...]]:
+    """Open a trace as far as it can be read, and everything that is wrong with its committed files. As ``load_trace``
+    otherwise; raises ``UsageError`` (not-a-trace) only."""
+    root = _trace_folder(path)
+    shards, _ = _inspect(root, True, progress)
+    return _assemble(root, shards), tuple(_problem(error) for error in _problems(shards))
+
+
+def _problems(shards: Iterable[Shard]) -> Iterator[TraceFormatError]:
+    """What is wrong with committed shards. Of others the findings tell."""
+    for shard in shards:
+        if (shard.path / MANIFEST_NAME).exists():
+            yield from shard.problems
 
 
 def _trace_folder(path: str | os.PathLike[str]) -> Path:
@@ -185,31 +198,6 @@ def _problem(error: TraceFormatError) -> Problem:
     return Problem(
         code=error.code.value, file=error.where, text=error.what, expected=error.expected, found=error.found, remedy=error.remedy
     )
-
-
-def _count_problems(shard: Shard) -> Iterable[TraceFormatError]:
-    """Boundaries whose rows in the segments are not the manifest's. A boundary recorded in several column parts counts each row once."""
-    assert shard.manifest is not None
-    rows: dict[tuple[str, object], int] = {}
-    for _, block in shard.blocks():
-        if not block.recompute:
-            rows[block.boundary, block.spans] = rows.get((block.boundary, block.spans), 0) + block.row_count
-    most: dict[str, int] = {}
-    for (name, _), count in rows.items():
-        most[name] = max(most.get(name, 0), count)
-    counted = {boundary.name: boundary.row_count for boundary in shard.manifest.boundaries}
-    if not shard.manifest.complete:
-        return
-    for name in sorted(most.keys() | counted.keys()):
-        if most.get(name, 0) != counted.get(name, 0):
-            yield TraceFormatError(
-                Code.SHARD_INCOMPLETE,
-                f"the segments do not hold the rows that the manifest counts at {name}",
-                where=str(shard.path),
-                expected=f"{counted.get(name, 0)} rows",
-                found=f"{most.get(name, 0)} rows",
-                remedy="record the trace again; if that does not help, report it",
-            )
 
 
 def _dump_problems(root: Path, shard: Shard) -> Iterable[TraceFormatError]:

@@ -155,6 +155,8 @@ def _integers(comparison: Comparison, chosen: I64) -> str:
     assert comparison.values is not None
     values_a, values_b = comparison.values
     x, y = values_a[chosen[0]], values_b[chosen[0]]
+    if len(x) != len(y):
+        return f"A {x.tolist()}, B {y.tolist()} at the first"
     columns = np.flatnonzero(x != y)
     if len(x) == 1:
         text = f"A {x[0]}, B {y[0]}"
@@ -241,10 +243,15 @@ def cells_of(judged: Judged, tokens: int) -> Cells | None:
         differs_K = np.zeros(tokens, np.bool_)
         differs_K[comparison.token_R[judged.above]] = True
     if comparison.method is Method.SKETCH and not comparison.dtype_differs:
-        if differs_K is None:
-            return None  # what rounding may explain is not known to be equal
-        compared_K = differs_K
-    return Cells(compared_K, differs_K)
+        # what rounding may explain is not known to be equal
+        return None if differs_K is None else Cells(differs_K, differs_K)
+    within = comparison.differing[~judged.above_D]
+    within_K: Bools | None = None
+    if len(within):
+        within_K = np.zeros(tokens, np.bool_)
+        within_K[comparison.token_R[within]] = True
+        within_K = within_K if differs_K is None else within_K & ~differs_K
+    return Cells(compared_K, differs_K, within_K)
 
 
 def result_of(judged: Judged, a: LogicalTrace, floors: Floors, *, root: bool, healed_at: str) -> BoundaryResult:

@@ -9,6 +9,7 @@ Shape suffixes: K tokens of a trace, T positions of one sequence.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ import numpy.typing as npt
 from tracer.format.schema import RowScope
 from tracer.read.logical import LogicalSequence, LogicalTrace, TokenTable
 
-__all__ = ["IDS", "POSITIONS", "Pairing", "Parting", "TokenMatch", "pair_sides"]
+__all__ = ["IDS", "MASK", "POSITIONS", "Pairing", "Parting", "TokenMatch", "mask_unseen", "pair_sides"]
 
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
@@ -29,6 +30,8 @@ Mask = npt.NDArray[np.bool_]
 
 IDS = "input.ids"
 POSITIONS = "input.positions"
+MASK = "input.visible_from"
+"""What tells of every row which tokens it may attend to."""
 _SAME_NAME_SHARE = 0.5
 """Sequences of one label whose first tokens differ are one sequence only if this share of their ids is equal."""
 _OFFSET_TOKENS = 2
@@ -107,6 +110,19 @@ def pair_sides(a: LogicalTrace, b: LogicalTrace) -> Pairing:
     tokens = TokenMatch(b_of_a, a_of_b, bool(identity))
     only_a, only_b = np.flatnonzero(open_a), np.flatnonzero(open_b)
     return Pairing(tokens, partings, only_a, only_b, declared_a, declared_b, fed_a, fed_b, by_label)
+
+
+def mask_unseen(a: LogicalTrace, b: LogicalTrace, pairing: Pairing) -> str:
+    """``mask not seen on A``, where a side does not tell of every token which ones it may attend to; empty where both do."""
+    sides = []
+    for side, trace, fed_K in (("A", a, pairing.fed_a), ("B", b, pairing.fed_b)):
+        told = trace.boundaries.get(MASK)
+        told_K = np.zeros(len(fed_K), np.bool_)
+        if told is not None:
+            told_K[told.token_R] = True
+        if (fed_K & ~told_K).any():
+            sides.append(side)
+    return f"mask not seen on {' and '.join(sides)}" if sides else ""
 
 
 def _fed_tokens(trace: LogicalTrace) -> Mask:
@@ -238,33 +254,77 @@ def _twins(a: Sequence[LogicalSequence], b: Sequence[LogicalSequence]) -> tuple[
 def _paired(
     a: Sequence[LogicalSequence], b: Sequence[LogicalSequence], left_a: Iterable[int], left_b: Iterable[int]
 ) -> list[tuple[int, int]]:
-    """Pair sequences one for one: by request, by label where the ids support it, by longest common prefix."""
+    """Pair sequences one for one: by request, by label where the ids support it, by longest common prefix.
+
+    Where several sequences could be one (beams of a request, forks of a prompt), the one that goes along furthest is. A
+    sequence whose best partner is taken is left over: paired with another it would part where its side merely left a beam.
+    """
     rest_a, rest_b = dict.fromkeys(left_a), dict.fromkeys(left_b)
+    all_a, all_b = _Prefixes(a), _Prefixes(b)
     pairs: list[tuple[int, int]] = []
 
     def take(i: int, j: int) -> None:
         pairs.append((i, j))
         del rest_a[i], rest_b[j]
 
-    for field in ("request", "label"):
-        names_b: dict[str, list[int]] = defaultdict(list)
-        for j in rest_b:
-            names_b[getattr(b[j], field)].append(j)
-        for i in list(rest_a):
-            name = getattr(a[i], field)
-            for j in names_b.get(name, ()) if name else ():
-                if j in rest_b and (field == "request" or _same_by_ids(a[i].ids, b[j].ids)):
+    requests_a, requests_b = _by_request(a), _by_request(b)
+    for request in [name for name in requests_a if name in requests_b]:
+        beams_a, beams_b = ([at for at in own[request] if at in rest] for own, rest in ((requests_a, rest_a), (requests_b, rest_b)))
+        alone = len(beams_a) == len(beams_b) == 1 and len(requests_a[request]) == len(requests_b[request])
+        for i, j in list(zip(beams_a, beams_b, strict=True)) if alone else list(_by_prefix(a, b, beams_a, beams_b)):
+            take(i, j)
+        for beams, rest in ((beams_a, rest_a), (beams_b, rest_b)):
+            for at in beams:
+                rest.pop(at, None)  # a beam of a request that the other side has is nobody else's partner
+    waiting_a, waiting_b = _Prefixes(a, rest_a), _Prefixes(b, rest_b)
+    labels_b: dict[str, list[int]] = defaultdict(list)
+    for j in rest_b:
+        labels_b[b[j].label].append(j)
+    for i in list(rest_a):
+        for j in labels_b.get(a[i].label, ()) if a[i].label else ():
+            if j in rest_b and _same_by_ids(a[i].ids, b[j].ids):
+                along = _common_prefix(a[i].ids, b[j].ids)
+                if max(waiting_b.longest(a[i].ids), waiting_a.longest(b[j].ids)) <= along:
                     take(i, j)
                     break
-    for i, j in _by_prefix(a, b, list(rest_a), list(rest_b)):
-        take(i, j)
+    for i, j in list(_by_prefix(a, b, list(rest_a), list(rest_b))):
+        if max(all_b.longest(a[i].ids), all_a.longest(b[j].ids)) <= _common_prefix(a[i].ids, b[j].ids):
+            take(i, j)
     return pairs
+
+
+def _by_request(sequences: Sequence[LogicalSequence]) -> dict[str, list[int]]:
+    """Request -> sequences of that name, in order; those without a name apart."""
+    found: dict[str, list[int]] = {}
+    for index, sequence in enumerate(sequences):
+        if sequence.request and len(sequence.ids):
+            found.setdefault(sequence.request, []).append(index)
+    return found
+
+
+class _Prefixes:
+    """Some sequences of one side, to ask how far any of them goes along with others' ids."""
+
+    def __init__(self, sequences: Sequence[LogicalSequence], chosen: Iterable[int] | None = None) -> None:
+        ids = [sequences[index].ids for index in (range(len(sequences)) if chosen is None else chosen)]
+        self._sorted = sorted(((_sortable(own), own) for own in ids if len(own)), key=lambda entry: entry[0])
+        self._keys = [key for key, _ in self._sorted]
+
+    def longest(self, ids: I64) -> int:
+        """Most ids from the start that any of the sequences shares with these: its neighbours in sorted order have them."""
+        at = bisect.bisect_left(self._keys, _sortable(ids))
+        return max((_common_prefix(ids, own) for _, own in self._sorted[max(0, at - 1) : at + 1]), default=0)
 
 
 def _same_by_ids(ids_a: I64, ids_b: I64) -> bool:
     """Whether two sequences of one label are plausibly one: labels such as ``0`` are given without looking at the ids."""
     shared = min(len(ids_a), len(ids_b))
     return bool(shared) and float(np.mean(ids_a[:shared] == ids_b[:shared])) >= _SAME_NAME_SHARE
+
+
+def _sortable(ids: I64) -> bytes:
+    """Ids as bytes that sort as they do, prefix before the longer."""
+    return ids.astype(">i8").tobytes()
 
 
 def _common_prefix(ids_a: I64, ids_b: I64) -> int:
@@ -282,7 +342,7 @@ def _by_prefix(
     with the shorter of their two prefixes: O(n log n) in the number of sequences.
     """
     entries = sorted(
-        [(a[i].ids.astype(">i8").tobytes(), 0, i) for i in left_a] + [(b[j].ids.astype(">i8").tobytes(), 1, j) for j in left_b]
+        [(_sortable(a[i].ids), 0, i) for i in left_a] + [(_sortable(b[j].ids), 1, j) for j in left_b]
     )
     sides = (a, b)
     ids = [sides[side][index].ids for _, side, index in entries]

@@ -24,6 +24,7 @@ from tracer.read.logical import Statistics
 from tracer.read.spans import Spans, span_text
 from tracer.read.token_table import Places
 from tracer.read.tracks import Track
+from tracer.read.wording import count
 
 __all__ = ["Scene", "check_copies", "check_faults", "check_partial", "check_recompute", "check_seen_again"]
 
@@ -73,12 +74,12 @@ def _fault(scene: Scene, info: Boundary, fault: Fault, tracks: Listed[Track], wi
         where = f"the partial sums of {axis}={span_text(coordinates)}" + ("" if columns == ((0, width),) else f", {where}")
     if overlap:
         ranks = sorted({track.rank for track in tracks if track.cell in fault.cells and _touch(track.cell.spans, columns)})
-        text = f"slices of {ranks_text(ranks)} overlap at {where} without being equal slices, in {rows} rows, first {row}"
+        text = f"slices of {ranks_text(ranks)} overlap at {where} without being equal slices, in {count(rows, 'row')}, first {row}"
         remedy = "slices of one row must be equal (copies) or disjoint: correct what the map or host says about this boundary's columns"
     else:
         ranks, why = _missing_ranks(scene, info, fault, tracks, axis)
         who = " or ".join(scene.rank(rank) for rank in ranks[:8]) + (f" or {len(ranks) - 8} more" if len(ranks) > 8 else "")
-        text = f"hole: {where} of {rows} rows, first {row}, were recorded by nobody" + (f"; missing is {who}, {why}" if ranks else "")
+        text = f"hole: {where} of {count(rows, 'row')}, first {row}, recorded by nobody" + (f"; missing is {who}, {why}" if ranks else "")
         remedy = "record the trace again with every process taking part"
     return Finding(
         code=FindingCode.SLICES_OVERLAP if overlap else FindingCode.HOLE,
@@ -143,7 +144,7 @@ def check_copies(scene: Scene, info: Boundary, join: Join, found: Listed[Clash],
     text = (
         f"copies disagree at {row}: {' and '.join(scene.rank(rank) for rank in others)} against {scene.rank(here[0].first.rank)}"
         + ("" if spans == ((0, width),) else f", cols {span_text(spans)}")
-        + f"; {len(differing)} of {len(join)} rows{size_text(distance)}"
+        + f"; {len(differing)} of {count(len(join), 'row')}{size_text(distance)}"
     )
     return Finding(
         code=FindingCode.REPLICAS_DISAGREE,
@@ -219,7 +220,8 @@ def check_recompute(scene: Scene, info: Boundary, tracks: Listed[Track], again: 
         kind=Kind.DIFFERENCE,
         boundary=info.name,
         rows=differing,
-        text=f"recompute differs from the first pass at {row} on {scene.rank(rank)}; {differing} of {compared} recomputed rows{size}",
+        text=f"recompute differs from the first pass at {row} on {scene.rank(rank)}; "
+        f"{differing} of {count(compared, 'recomputed row')}{size}",
         request=request,
         position=position,
         ranks=(rank,),
@@ -292,7 +294,7 @@ def _seen_again(scene: Scene, info: Boundary, join: Join, code: FindingCode, wro
         kind=Kind.DIFFERENCE,
         boundary=info.name,
         rows=len(wrong),
-        text=f"{text}; {len(wrong)} rows{size_text(distance_D)}",
+        text=f"{text}; {count(len(wrong), 'row')}{size_text(distance_D)}",
         request=request,
         position=position,
     )

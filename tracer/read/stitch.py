@@ -34,6 +34,7 @@ from tracer.read.self_checks import Scene, check_copies, check_faults, check_par
 from tracer.read.spans import Spans, normal_spans
 from tracer.read.token_table import Places, Tokens, build_tokens, declared_keys, gather_ids, lay_out_places
 from tracer.read.tracks import Cell, Rows, Track
+from tracer.read.wording import count
 
 __all__ = ["open_trace", "stitch"]
 
@@ -285,8 +286,8 @@ class _Joiner:
                 boundary=info.name,
                 rows=sum(entry.block.row_count for entry in others),
                 ranks=tuple(sorted({entry.manifest.rank for entry in others})),
-                text=f"rows of width {', '.join(str(other) for other in sorted(rows) if other != width)} beside {rows[width]} rows of "
-                f"width {width}: left out",
+                text=f"rows of width {', '.join(str(other) for other in sorted(rows) if other != width)} "
+                f"beside {count(rows[width], 'row')} of width {width}: left out",
                 remedy="padding columns need the logical width from the map or the model's config",
             )
         )

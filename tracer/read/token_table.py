@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tracer.errors import Code, TraceFormatError
-from tracer.format.schema import NotComputed, RowScope
+from tracer.format.schema import MOST_TOKENS, NotComputed, RowScope
 from tracer.format.schema import Sequence as SequenceInfo
 from tracer.format.store_read import Segment, Shard
 from tracer.format.token_keys import label_keys, token_keys
@@ -31,8 +31,6 @@ Bools = npt.NDArray[np.bool_]
 
 PLACE_BITS = 43
 """Bits of a row code; the rest of an int64 counts sightings of one row."""
-_MOST_TOKENS = 1 << 27
-"""A position beyond this is no token of a sequence, and would make its table larger than the trace."""
 
 
 @dataclass(frozen=True)
@@ -130,12 +128,12 @@ def lay_out_places(shards: Sequence[Shard]) -> tuple[Places, list[Finding]]:
             ):
                 if not len(position_R):
                     continue
-                if int(position_R.max()) >= _MOST_TOKENS or int(position_R.min()) < 0:
+                if int(position_R.max()) >= MOST_TOKENS or int(position_R.min()) < 0:
                     raise TraceFormatError(
                         Code.SEGMENT_INVALID,
                         f"{segment.path.name} holds a position that no sequence has",
                         where=str(segment.path),
-                        expected=f"0 .. {_MOST_TOKENS - 1}",
+                        expected=f"0 .. {MOST_TOKENS - 1}",
                         found=f"{position_R.min()} .. {position_R.max()}",
                     )
                 runs = np.flatnonzero(np.diff(sequence_R, prepend=-1))  # few, unless every row is of another sequence than the one before

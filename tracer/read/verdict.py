@@ -26,7 +26,7 @@ from tracer.read.findings import (
 )
 from tracer.read.floor import Floors
 from tracer.read.logical import LogicalTrace
-from tracer.read.pairing import Pairing
+from tracer.read.pairing import Pairing, mask_unseen
 from tracer.read.weight_diff import WeightComparison
 from tracer.read.wording import count, place_text, row_text
 
@@ -193,24 +193,36 @@ def _inputs_and_weights(facts: Facts) -> list[str]:
     inputs = [result for result in facts.results if result.name.startswith("input.") and result.rows_compared]
     equal_inputs = bool(inputs) and all(result.outcome is BoundaryOutcome.IDENTICAL for result in inputs) and not facts.pairing.partings
     weights = facts.weights
+    said = ["inputs identical"] if equal_inputs else [] if inputs else ["inputs not recorded"]
+    unseen = [text] if equal_inputs and (text := mask_unseen(facts.a, facts.b, facts.pairing)) else []
     if facts.weight:
-        return ["inputs identical"] if equal_inputs else ["inputs not recorded"] if not inputs else []
+        return said + unseen
     earlier = [weight for weight in weights.differing if weight.at - 0.5 <= facts.order]
-    changed = [side for side, trace in (("A", facts.a), ("B", facts.b)) if any(m.weights_after == "changed" for m in trace.manifests)]
+    changed = _changed_weights(facts)
     equal_weights = weights.compared > 0 and not weights.unknown and not weights.missing and not earlier
     if changed:
-        return [*(["inputs identical"] if equal_inputs else []), f"weights of {' and '.join(changed)} changed while recorded"]
+        return said + unseen + changed
     which = "weights" if not weights.differing else "the weights up to here"
     if equal_inputs and equal_weights:
-        return [f"inputs and {which} identical"]
-    parts = ["inputs identical"] if equal_inputs else [] if inputs else ["inputs not recorded"]
+        return [f"inputs and {which} identical", *unseen]
     if not weights.compared:
-        parts.append("weights not recorded")
+        said.append("weights not recorded")
     elif equal_weights:
-        parts.append(f"{which} identical")
+        said.append(f"{which} identical")
     elif not earlier:
-        parts.append(f"{which} identical as far as known ({count(len(weights.unknown) + len(weights.missing), 'weight')} not)")
-    return parts
+        said.append(f"{which} identical as far as known ({count(len(weights.unknown) + len(weights.missing), 'weight')} not)")
+    return said + unseen
+
+
+def _changed_weights(facts: Facts) -> list[str]:
+    sides = [side for side, trace in (("A", facts.a), ("B", facts.b)) if any(m.weights_after == "changed" for m in trace.manifests)]
+    return [f"weights of {' and '.join(sides)} changed while recorded"] if sides else []
+
+
+def _same_run(facts: Facts) -> list[str]:
+    """That a trace was compared with itself, which proves nothing about two programs."""
+    run_id = facts.a.manifest.run_id
+    return [f"A and B are one run, {run_id}: compared with itself"] if run_id and run_id == facts.b.manifest.run_id else []
 
 
 def _rows_total(facts: Facts) -> tuple[int, int]:
@@ -226,8 +238,8 @@ def _same_line(facts: Facts) -> str:
     boundaries = [result for result in facts.results if result.rows_compared]
     within = [result for result in boundaries if result.outcome is BoundaryOutcome.WITHIN_FLOOR]
     by_sketch = [result for result in boundaries if result.outcome is BoundaryOutcome.BY_SKETCH]
-    notes = declared_notes(facts)
-    line = f"Same on {matched} of {total} rows" if matched < total else f"Same: {count(matched, 'row')}"
+    notes = [*_same_run(facts), *_changed_weights(facts), *declared_notes(facts)]
+    line = f"Same on {matched} of {count(total, 'row')}" if matched < total else f"Same: {count(matched, 'row')}"
     line += f" at {count(len(boundaries), 'boundary')}"
     if within and facts.first_bitwise is not None:
         line += f", within the given {'floor' if facts.floors.measured else 'tolerance'} from {within[0].name} on"

@@ -10,7 +10,7 @@ from tracer.read.findings import Finding, FindingCode, Kind, Side
 from tracer.read.logical import LogicalTrace
 from tracer.read.wording import count
 
-__all__ = ["WeightComparison", "WeightDifference", "compare_weights", "side_names", "weight_findings"]
+__all__ = ["WeightComparison", "WeightDifference", "compare_weights", "mode_findings", "side_names", "weight_findings"]
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,7 @@ def weight_findings(weights: WeightComparison, a: LogicalTrace, b: LogicalTrace)
         )
         for name, side, reason in weights.unknown
     ]
+    findings += mode_findings(weights, a, b)
     for side, trace in ((Side.A, a), (Side.B, b)):
         changed = [name for name, weight in trace.weights.items() if weight.after is not None]
         if changed or any(manifest.weights_after == "changed" for manifest in trace.manifests):
@@ -164,6 +165,16 @@ def weight_findings(weights: WeightComparison, a: LogicalTrace, b: LogicalTrace)
             text = f"{changes}; compared as they were at the start"
             findings.append(Finding(code=FindingCode.CONDITION_DIFFERS, kind=Kind.INFORMATION, boundary="", side=side, text=text))
     return findings
+
+
+def mode_findings(weights: WeightComparison, a: LogicalTrace, b: LogicalTrace) -> list[Finding]:
+    """That only one side kept every row of its weights, so that no row can be named."""
+    modes = [trace.manifest.weights_mode for trace in (a, b)] if weights.compared else []
+    if sorted(modes) != ["digest", "rows"]:
+        return []
+    kept, other = ("A", "B") if modes[0] == "rows" else ("B", "A")
+    text = f"{kept} recorded every row of its weights, {other} one digest each: compared by digest"
+    return [Finding(code=FindingCode.NOTE, kind=Kind.INFORMATION, text=text, remedy='record both sides with weights="rows" to name rows')]
 
 
 def side_names(side: Side) -> str:

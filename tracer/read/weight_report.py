@@ -13,7 +13,7 @@ from tracer.read.causes import merge_catalogues
 from tracer.read.findings import Distance, Finding, Kind, Side, SideSummary, Verdict
 from tracer.read.logical import LogicalTrace
 from tracer.read.opening import Progress, TraceLike, opened, summarize
-from tracer.read.weight_diff import WeightComparison, WeightDifference, compare_weights, side_names
+from tracer.read.weight_diff import WeightComparison, WeightDifference, compare_weights, mode_findings, side_names
 from tracer.read.wording import count, short
 
 __all__ = ["WeightLine", "WeightResult", "WeightState", "diff_weights", "rows_text"]
@@ -69,6 +69,7 @@ def diff_weights(a: TraceLike, b: TraceLike, *, progress: Progress | None = None
         for finding in trace.findings
         if finding.kind is Kind.UNREADABLE or finding.boundary in trace.weights
     ]
+    findings += mode_findings(weights, a, b)
     unreadable = any(finding.kind is Kind.UNREADABLE for finding in findings)
     lines: dict[str, WeightLine] = {}
     for weight in weights.differing:

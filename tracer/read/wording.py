@@ -13,17 +13,27 @@ import numpy.typing as npt
 from tracer.read.findings import Place
 from tracer.read.logical import LogicalTrace
 
-__all__ = ["by_sequence", "count", "place_text", "row_text", "sequence_name", "short", "token_name", "token_profile"]
+__all__ = ["by_sequence", "bytes_text", "count", "place_text", "row_text", "sequence_name", "short", "token_name", "token_profile"]
 
 I64 = npt.NDArray[np.int64]
 _NAMES_SHOWN = 3
 
 
 def count(number: int, what: str) -> str:
-    """``1 row``, ``2 rows``, ``1234 rows``; a noun that ends in y takes ies."""
+    """``1 row``, ``2 rows``, ``1234 rows``; ``2 boundaries``, ``2 processes``."""
     if number == 1:
         return f"1 {what}"
-    return f"{number} {what[:-1]}ies" if what.endswith("y") and what[-2:-1] not in "aeiou" else f"{number} {what}s"
+    if what.endswith("y") and what[-2:-1] not in "aeiou":
+        return f"{number} {what[:-1]}ies"
+    return f"{number} {what}es" if what.endswith("s") else f"{number} {what}s"
+
+
+def bytes_text(number_of_bytes: int) -> str:
+    """``312 bytes``, ``4.5 KiB``, ``1.2 MiB``, in the largest unit of which there is one."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if number_of_bytes >= 1 << power:
+            return f"{number_of_bytes / (1 << power):.1f} {unit}"
+    return count(number_of_bytes, "byte")
 
 
 def short(value: float) -> str:
@@ -77,7 +87,7 @@ def by_sequence(trace: LogicalTrace, tokens: I64, shift: int = 0) -> str:
         span = f"{own.min()}..{own.max()}" if len(own) > 1 else f"{own[0]}"
         parts.append(f"{sequence_name(trace, int(index))} {len(own)} ({span})")
     hidden = len(distinct) - len(parts)
-    return ", ".join(parts) + (f", and {hidden} more sequences" if hidden else "")
+    return ", ".join(parts) + (f", and {count(hidden, 'more sequence')}" if hidden else "")
 
 
 def token_profile(trace: LogicalTrace, compared: I64, differing: I64, shift: int = 0) -> str:

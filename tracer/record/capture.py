@@ -423,7 +423,7 @@ class Trace:
             boundaries=recorder.boundaries(computed_with, declared),
             counts=recorder.counts(),
             not_computed=tuple(declared),
-            weights_mode=self._weights_mode,
+            weights_mode=self._weights_mode if weights or self._plan.weight_rules else "none",
             weights=weights,
             weights_after=weights_after,
             policies=tuple(self._policies),

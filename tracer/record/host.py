@@ -82,6 +82,7 @@ class Forward:
     (N,) or (N, C) int64, for boundaries that the map binds to ``host``.
     ``skipped``: reason -> number of rows with sequence -1 (padding, outside ``tokens=``).
     ``state``: whatever the host wants to find again in ``leaf_rows`` and ``finish_forward``.
+    ``unseen``: inputs that the host is given and cannot put into numbers, with the reason: not observable in this forward.
     """
 
     rows: Rows
@@ -89,6 +90,7 @@ class Forward:
     inputs: Mapping[str, IntArray] = field(default_factory=dict)
     skipped: Mapping[str, int] = field(default_factory=dict)
     state: Any = None
+    unseen: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

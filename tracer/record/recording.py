@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -99,6 +99,8 @@ class Recorder:
         self._skipped_rows: Counter[str] = Counter()
         self._skipped_forwards: Counter[str] = Counter()
         self._left_out = PositionSet()
+        self._unseen: dict[tuple[str, str], PositionSet] = {}
+        """(input, why) -> rows of which the host could not tell it."""
         self._current: ForwardRecord | None = None
         self._ended: ForwardRecord | None = None
         """The forward that modules after the root still belong to."""
@@ -350,6 +352,11 @@ class Recorder:
         """An integer input that the host gives by name."""
         forward, tally = record.forward, self.tallies[name]
         values = forward.inputs.get(name, forward.ids_N if name == "input.ids" else None)
+        if name in forward.unseen:
+            rows = record.main.rows
+            self._unseen.setdefault((name, forward.unseen[name]), PositionSet()).add(rows.sequence_R, rows.position_R)
+            tally.unseen = forward.unseen[name]
+            return
         if values is None:
             tally.unavailable["the host is not given it in this process"] += 1
             return
@@ -462,16 +469,18 @@ class Recorder:
         return [*counted, *(Note(code="boundary-unreadable", text=f"{name}: {why}") for name, why in failed[:20])]
 
     def left_out(self) -> list[NotComputed]:
-        """The rows that ``tokens=`` left out, as declarations."""
+        """The rows that ``tokens=`` left out, and those of which an input could not be told, as declarations."""
         return [
-            NotComputed(
-                sequence=self._registry[sequence].label,
-                scope=self._registry[sequence].scope,
-                positions=tuple(self._left_out.spans(sequence)),
-                reason=OUTSIDE_TOKENS,
-            )
-            for sequence in self._left_out.sequences()
+            *self._declared(self._left_out, OUTSIDE_TOKENS),
+            *(entry for (name, why), positions in self._unseen.items() for entry in self._declared(positions, why, (name,))),
         ]
+
+    def _declared(self, positions: PositionSet, reason: str, boundaries: tuple[str, ...] = ()) -> Iterator[NotComputed]:
+        for sequence in positions.sequences():
+            known = self._registry[sequence]
+            yield NotComputed(
+                sequence=known.label, scope=known.scope, positions=tuple(positions.spans(sequence)), boundaries=boundaries, reason=reason
+            )
 
 
 def _dtype(tensor: torch.Tensor) -> str:

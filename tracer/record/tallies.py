@@ -88,6 +88,8 @@ class BoundaryTally:
     failures: Counter[str] = field(default_factory=Counter)
     unavailable: Counter[str] = field(default_factory=Counter)
     """Why a derived boundary could not be derived, per forward."""
+    unseen: str = ""
+    """Why the host could not tell it in some forwards. Those rows are declared."""
     missing: list[tuple[IntArray, IntArray]] = field(default_factory=list)
     """(sequence, position) of rows that forwards had and this boundary did not show."""
 
@@ -143,6 +145,8 @@ class BoundaryTally:
             if not self.executions:
                 return BoundaryStatus.NOT_OBSERVABLE, why
             return BoundaryStatus.VACUOUS, f"{why} (in {self.unavailable.total()} of {forwards} forwards)"
+        if self.unseen and not self.executions:
+            return BoundaryStatus.NOT_OBSERVABLE, self.unseen
         if rows and not self.executions:
             return BoundaryStatus.VACUOUS, f"0 executions: {silent_because}" if silent_because else "0 executions"
         return self._short(declared, registry)

@@ -7,11 +7,40 @@ from pathlib import Path
 
 import msgspec
 
-from tracer.errors import Code, UsageError
-from tracer.read.findings import RESULT_VERSION, DiffResult
+from tracer.errors import Code, TracerError, UsageError
+from tracer.read.findings import RESULT_VERSION, DiffResult, Verdict
 from tracer.reports.writing import write_whole
 
-__all__ = ["encode_result", "read_result", "write_result"]
+__all__ = ["ErrorRecord", "Failure", "encode_result", "failure_of", "read_result", "write_result"]
+
+
+class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A ``TracerError`` as data; parts that it does not have are empty."""
+
+    code: str
+    what: str
+    where: str = ""
+    expected: str = ""
+    found: str = ""
+    remedy: str = ""
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """What a command writes that came to no result."""
+
+    version: int = 1
+    exit: int = Verdict.COULD_NOT_TELL.exit_code
+    verdict: Verdict = Verdict.COULD_NOT_TELL
+    headline: str
+    error: ErrorRecord
+
+
+def failure_of(error: TracerError) -> Failure:
+    """An error in place of a result."""
+    record = ErrorRecord(
+        code=error.code.value, what=error.what, where=error.where, expected=error.expected, found=error.found, remedy=error.remedy
+    )
+    return Failure(headline=f"Could not tell: {error.what}", error=record)
 
 
 def encode_result(result: msgspec.Struct) -> bytes:
@@ -26,8 +55,9 @@ def write_result(result: msgspec.Struct, target: str) -> None:
     """
     text = encode_result(result)
     if target == "-":
-        sys.stdout.write(text.decode())
         sys.stdout.flush()
+        sys.stdout.buffer.write(text)  # UTF-8, whatever the terminal's encoding
+        sys.stdout.buffer.flush()
         return
     write_whole(text, target, "--json")
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TextIO
 
+from tracer.errors import visible
 from tracer.reports.view import Block, Facts, Headline, Items, Table
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ _STYLES = {"good": "bold green", "bad": "bold red", "open": "bold yellow"}
 def print_view(blocks: Sequence[Block], file: TextIO | None = None) -> None:
     """Write a view. A reader that has gone away (``| head``) is no error."""
     out = sys.stdout if file is None else file
+    blocks = [_visible(block) for block in blocks]
     try:
         if out.isatty() and os.environ.get("TERM") != "dumb":
             _print_rich(blocks, out)
@@ -34,6 +37,19 @@ def print_view(blocks: Sequence[Block], file: TextIO | None = None) -> None:
             out.flush()
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - lives until exit, so that the final flush has somewhere to go
+
+
+def _visible(block: Block) -> Block:
+    """The block with every control character in it written out."""
+    match block:
+        case Headline():
+            return replace(block, text=visible(block.text))
+        case Facts():
+            return Facts(tuple((visible(label), visible(text)) for label, text in block.lines))
+        case Items():
+            return Items(visible(block.title), tuple(visible(item) for item in block.items))
+        case Table():
+            return replace(block, rows=tuple(tuple(visible(cell) for cell in row) for row in block.rows), rest=visible(block.rest))
 
 
 def render_plain(blocks: Sequence[Block]) -> str:
@@ -65,6 +81,7 @@ def _plain_table(table: Table) -> str:
 
 def _print_rich(blocks: Sequence[Block], out: TextIO) -> None:
     from rich.console import Console
+    from rich.padding import Padding
     from rich.table import Table as RichTable
     from rich.text import Text
 
@@ -85,13 +102,14 @@ def _print_rich(blocks: Sequence[Block], out: TextIO) -> None:
             case Items(title=title, items=items):
                 console.print(Text(title, style="bold"))
                 for item in items:
-                    console.print(Text(f"  {item}"), soft_wrap=False)
+                    console.print(Padding(Text(item), (0, 0, 0, 2)))
             case Table(rest=rest):
                 if _needs(block) <= console.width:
                     console.print(_drawn_table(block))
                 else:
-                    for line in _stacked(block):
-                        console.print(Text(line))
+                    for name, rest_of_row in _stacked(block):
+                        console.print(Text(name))
+                        console.print(Padding(Text(rest_of_row), (0, 0, 0, 2)))
                 if rest:
                     console.print(Text(rest, style="dim"))
 
@@ -125,11 +143,11 @@ def _drawn_table(table: Table) -> RichTable:
     return drawn
 
 
-def _stacked(table: Table) -> list[str]:
-    """A table as one short paragraph per row, for a terminal too narrow for columns."""
+def _stacked(table: Table) -> list[tuple[str, str]]:
+    """A table as a name and a short paragraph per row, for a terminal too narrow for columns."""
     name = next(at for at, column in enumerate(table.columns) if column)
     lines = []
     for row in table.rows:
-        lines.append(f"{row[name]}" + (f" ({row[0]})" if name and row[0] else ""))
-        lines.append("  " + ", ".join(f"{table.columns[at]} {row[at]}" for at in range(name + 1, len(row)) if row[at]))
+        said = ", ".join(f"{table.columns[at]} {row[at]}" for at in range(name + 1, len(row)) if row[at])
+        lines.append((f"{row[name]}" + (f" ({row[0]})" if name and row[0] else ""), said))
     return lines

@@ -22,10 +22,11 @@ from tracer.read.findings import (
     SideSummary,
     Verdict,
 )
+from tracer.read.wording import bytes_text, count
 
 if TYPE_CHECKING:  # each command loads the reader it needs, and no other
     from tracer.read.inventory import Inventory
-    from tracer.read.load import VerifyReport
+    from tracer.read.load import Problem, VerifyReport
     from tracer.read.siblings import SiblingResult
     from tracer.read.weight_report import WeightResult
 
@@ -115,12 +116,8 @@ def view_diff(result: DiffResult, *, everything: bool = False) -> list[Block]:
 
 def side_text(side: SideSummary) -> str:
     """``traces/a: transformers Qwen3ForCausalLM, tp=2, level 1, 2 sequences, 96 tokens``."""
-    parts = [f"{side.host} {side.root_class}".strip(), side.mesh or (f"{side.world_size} processes" if side.world_size > 1 else "")]
-    parts += [
-        f"level {side.level}",
-        f"{side.sequences} sequence{'s' * (side.sequences != 1)}",
-        f"{side.tokens} token{'s' * (side.tokens != 1)}",
-    ]
+    parts = [f"{side.host} {side.root_class}".strip(), side.mesh or (count(side.world_size, "process") if side.world_size > 1 else "")]
+    parts += ["" if side.level is None else f"level {side.level}", count(side.sequences, "sequence"), count(side.tokens, "token")]
     return f"{side.path}: " + ", ".join(part for part in parts if part)
 
 
@@ -128,10 +125,11 @@ def _counts(result: DiffResult) -> list[tuple[str, str]]:
     counts: Counts = result.counts
     lines = []
     if counts.rows_compared:
-        text = f"{counts.tokens_matched} tokens, {counts.rows_compared} rows at {counts.boundaries_compared} boundaries: "
+        text = f"{count(counts.tokens_matched, 'token')}, {count(counts.rows_compared, 'row')} "
+        text += f"at {count(counts.boundaries_compared, 'boundary')}: "
         text += f"{counts.boundaries_identical} identical, {counts.boundaries_differing} differ"
         missing = f", {counts.boundaries_missing} missing" if counts.boundaries_missing else ""
-        weights = f"; {counts.weights_differing} of {counts.weights_compared} weights differ" if counts.weights_compared else ""
+        weights = f"; {counts.weights_differing} of {count(counts.weights_compared, 'weight')} differ" if counts.weights_compared else ""
         unknown = f", {counts.weights_unknown} unknown" if counts.weights_unknown else ""
         lines.append(("compared", text + missing + weights + unknown))
     copies = [max((getattr(boundary, name) for boundary in result.boundaries), default=1) for name in ("copies_a", "copies_b")]
@@ -156,7 +154,7 @@ def _class(result: DiffResult) -> list[tuple[str, str]]:
         lines.append(
             (
                 "other roots" if number == 0 else "",
-                f"{where} ({root.klass.value}" + (f", {root.rows} row{'s' * (root.rows != 1)})" if root.rows else ")"),
+                f"{where} ({root.klass.value}" + (f", {count(root.rows, 'row')})" if root.rows else ")"),
             )
         )
     if len(roots) > _PER_CODE:
@@ -388,7 +386,7 @@ def view_siblings(result: SiblingResult) -> list[Block]:
 
 
 def _more(rows: int) -> str:
-    return f"and {rows - _TABLE_LINES} more boundaries" if rows > _TABLE_LINES else ""
+    return f"and {count(rows - _TABLE_LINES, 'more boundary')}" if rows > _TABLE_LINES else ""
 
 
 def view_inventory(result: Inventory, *, everything: bool = False) -> list[Block]:
@@ -397,17 +395,18 @@ def view_inventory(result: Inventory, *, everything: bool = False) -> list[Block
 
     blocks: list[Block] = []
     if result.complete:
-        blocks.append(Headline(f"{result.path}: complete, {result.world_size} process{'es' * (result.world_size != 1)}", "good"))
+        blocks.append(Headline(f"{result.path}: complete, {count(result.world_size, 'process')}", "good"))
     else:
-        blocks.append(Headline(f"{result.path}: not complete, so tracer diff gives no verdict on it", "open"))
+        what = "damaged" if result.problems else "not complete"
+        blocks.append(Headline(f"{result.path}: {what}, so tracer diff gives no verdict on it", "bad" if result.problems else "open"))
     facts = [
         ("run", result.run_id or "unknown"),
         (
             "host",
             f"{result.host} {result.root_class}, map {result.family}, level {result.level}, tracer {result.tracer}" if result.host else "",
         ),
-        ("sequences", f"{result.sequences} in {result.forwards} forwards" if result.host else str(result.sequences)),
-        ("size", f"{result.bytes / 2**20:.1f} MiB"),
+        ("sequences", f"{result.sequences} in {count(result.forwards, 'forward')}" if result.host else str(result.sequences)),
+        ("size", bytes_text(result.bytes)),
         ("weights", f"{result.weights}, at the end: {result.weights_after}" if result.weights else ""),
         ("left out", ", ".join(f"{reason} {rows}" for reason, rows in result.skipped.items())),
         ("not computed", ", ".join(f"{reason} {rows}" for reason, rows in result.not_computed.items())),
@@ -441,8 +440,7 @@ def view_inventory(result: Inventory, *, everything: bool = False) -> list[Block
                 hidden[line.status] = hidden.get(line.status, 0) + 1
         rest = "not shown: " + ", ".join(f"{number} {status}" for status, number in hidden.items()) + " (--all)" if hidden else ""
         blocks.append(Table(("boundary", "status", "dtype", "width", "rows", "executions", "note"), lines, rest=rest))
-    if result.findings:
-        blocks.append(Items("findings", tuple(finding_text(finding) for finding in result.findings)))
+    blocks += _problems(result.problems, result.findings)
     if result.notes:
         blocks.append(Items("notes", tuple(f"{note.text} [{note.code}]" for note in result.notes)))
     conditions = list(flat_conditions(result.conditions))
@@ -456,17 +454,21 @@ def view_inventory(result: Inventory, *, everything: bool = False) -> list[Block
 def view_verify(result: VerifyReport) -> list[Block]:
     """What was checked and everything that is wrong."""
     wrong = len(result.problems) + len(result.findings)
-    headline = f"{result.path}: " + ("whole and unaltered" if result.good else f"{wrong} problem{'s' * (wrong != 1)}")
+    headline = f"{result.path}: " + ("whole and unaltered" if result.good else count(wrong, "problem"))
     blocks: list[Block] = [Headline(headline, "good" if result.good else "bad")]
-    shards = f"{result.shards} of {result.world_size} shards"
-    checked = f"{result.files} files, {result.bytes / 2**20:.1f} MiB, {result.fingerprints} fingerprints in {shards}"
+    shards = f"{result.shards} of {count(result.world_size, 'shard')}"
+    checked = f"{count(result.files, 'file')}, {bytes_text(result.bytes)}, {count(result.fingerprints, 'fingerprint')} in {shards}"
     blocks.append(Facts((("run", result.run_id or "unknown"), ("checked", checked))))
-    problems = []
-    for problem in result.problems:
+    blocks += _problems(result.problems, result.findings)
+    return blocks
+
+
+def _problems(problems: Iterable[Problem], findings: Iterable[Finding]) -> list[Block]:
+    """What is wrong with files, then what is wrong with the trace."""
+    items = []
+    for problem in problems:
         parts = [f"expected {problem.expected}" if problem.expected else "", f"found {problem.found}" if problem.found else ""]
         said = "; ".join(part for part in parts if part)
-        problems.append(f"{problem.file}: {problem.text}" + (f" ({said})" if said else "") + f" [{problem.code}]")
-    problems += [finding_text(finding) for finding in result.findings]
-    if problems:
-        blocks.append(Items("problems", tuple(problems)))
-    return blocks
+        items.append(f"{problem.file}: {problem.text}" + (f" ({said})" if said else "") + f" [{problem.code}]")
+    items += [finding_text(finding) for finding in findings]
+    return [Items("problems", tuple(items))] if items else []
