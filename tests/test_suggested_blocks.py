@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ class Mixer(nn.Module):
         super().__init__()
         self.q_proj, self.proj = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Any) -> Any:
         return self.proj(self.q_proj(x).cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None])
 
 
@@ -35,7 +36,7 @@ class Experts(nn.Module):
         super().__init__()
         self.stack = nn.Parameter(torch.zeros(4, WIDTH, WIDTH))
 
-    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Any, ids: Any, weights: Any) -> Any:
         return torch.einsum("tki,tk->ti", torch.einsum("th,tkhi->tki", x, self.stack[ids]), weights)
 
 
@@ -46,7 +47,7 @@ class Mixture(nn.Module):
         super().__init__()
         self.gate, self.experts, self.hidden_router = nn.Linear(WIDTH, 4, bias=False), Experts(), hidden_router
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Any) -> Any:
         rows = x.flatten(0, 1)
         logits = rows @ self.gate.weight.t() if self.hidden_router else self.gate(rows)
         weights, ids = logits.softmax(-1).topk(2)
@@ -58,7 +59,7 @@ class Gated(nn.Module):
         super().__init__()
         self.a, self.b, self.c, self.act = nn.Linear(WIDTH, 12), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH), act
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Any) -> Any:
         return self.c(self.act(self.b(x)) * self.a(x))
 
 
@@ -67,7 +68,7 @@ class Layer(nn.Module):
         super().__init__()
         self.one, self.mix, self.two, self.mlp, self.scale = nn.RMSNorm(WIDTH, eps=1e-6), Mixer(), nn.RMSNorm(WIDTH, eps=1e-6), mlp, scale
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Any) -> Any:
         x = x + self.scale * self.mix(self.one(x))
         return x + self.mlp(self.two(x))
 
@@ -78,7 +79,7 @@ class Decoder(nn.Module):
         self.table, self.blocks = nn.Embedding(32, WIDTH), nn.ModuleList(layers)
         self.last, self.head, self.tanh = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), tanh
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Any) -> Any:
         x = self.table(ids)
         for block in self.blocks:
             x = block(x)

@@ -203,11 +203,12 @@ def make_vision_language(name: str, attention: str = "eager") -> Any:
         del text["head_dim"]
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
         vision |= {"depth": 1, "num_heads": 2, "temporal_patch_size": 2, "spatial_merge_size": 2}
-        vision |= {
+        sizes: dict[str, dict[str, Any]] = {
             "Qwen2VL": {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
             "Qwen2_5_VL": {"out_hidden_size": 64, "intermediate_size": 32, "window_size": 16, "fullatt_block_indexes": [0]},
             "Qwen3VL": {"out_hidden_size": 64, "intermediate_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
-        }[name]
+        }
+        vision |= sizes[name]
     torch.manual_seed(7)
     config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, **tokens)
     config._attn_implementation = attention

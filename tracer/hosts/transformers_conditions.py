@@ -45,6 +45,7 @@ def _adapters(modules: Mapping[str, torch.nn.Module]) -> Any:
     if not layers:
         return "none"
     found: dict[str, Any] = {}
+    layer: Any
     for layer in layers:
         scales: Any = getattr(layer, "scaling", {})
         for name in layer.active_adapters:

@@ -172,6 +172,6 @@ def _keep(found: Observation, path: str, leaf: str, value: Any) -> None:
     tensor = value.detach().clone()
     layout = layout_of(tuple(tensor.shape), found.batch, found.columns)
     rows = tensor if layout in ("", "(t h) d") else rows_of(tensor, layout)
-    memory = rows.cpu().contiguous().reshape(-1).view(torch.uint8).numpy() if rows.numel() else b""
+    memory = rows.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if rows.numel() else b""
     key = (str(tensor.dtype), rows.numel(), xxhash.xxh3_128_digest(memory))
     found.leaves.append(Leaf(path, leaf, tensor, layout, key, len(found.leaves)))

@@ -116,7 +116,7 @@ def _packed(layer: LayerView, sources: list[Operator], taps: dict[str, TapLeaf])
         returned_NC = found.returned.rows_NC
         if returned_NC.shape[1] != sum(widths):
             continue
-        q_NC, k_NC, v_NC = returned_NC.split(widths, 1)
+        q_NC, k_NC, v_NC = torch.split(returned_NC, widths, 1)
         if close(v_NC, rows["v"]) and _same_lengths(q_NC, taps["q"]) and _same_lengths(k_NC, taps["k"]):
             names = [f"layers.{{layer}}.attn.{part}" for part in ("q", "k", "v")]
             shares = [width // min(widths) for width in widths] if all(width % min(widths) == 0 for width in widths) else widths

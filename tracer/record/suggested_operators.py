@@ -38,8 +38,8 @@ def linear_kind(module: torch.nn.Module, given_NC: torch.Tensor, returned_NC: to
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     if weight is None or weight.dim() != 2 or not given_NC.is_floating_point():
         return ""
-    weight = weight.detach().float()
-    for kind, matrix in (("linear", weight), ("transposed", weight.t())):
+    stored = weight.detach().float()
+    for kind, matrix in (("linear", stored), ("transposed", stored.t())):
         if matrix.shape == (returned_NC.shape[1], given_NC.shape[1]):
             expected = functional.linear(given_NC.float(), matrix, None if bias is None else bias.detach().float())
             if close(returned_NC, expected):
