@@ -73,20 +73,23 @@ _ALSO: dict[str, dict[str, Any]] = {
     "Glm4Moe": {**_DEEPSEEK, "use_qk_norm": True, "n_group": 1, "topk_group": 1},
     # the CPU's latent attention has one size
     "DeepseekV3": {
-        **_DEEPSEEK, "topk_method": "noaux_tc", "n_group": 2, "topk_group": 1, "num_key_value_heads": 4, "q_lora_rank": 32,
-        "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": None,
+        **_DEEPSEEK, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "n_group": 2, "topk_group": 1,
+        "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": None,
     },
     "Llama4Text": {
         "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 128, "interleave_moe_layer_step": 2,
-        "attention_chunk_size": 8, "no_rope_layers": [1, 0],
+        "attention_chunk_size": 128, "no_rope_layers": [1, 0],
     },
     "Qwen3Next": {
-        **_SHARED, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-        "layer_types": ["linear_attention", "full_attention"],
+        **_SHARED, "num_experts": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "layer_types": ["linear_attention", "full_attention"],
     },
 }  # fmt: skip
 OTHERS = {family: "bfloat16" if family == "Qwen3Next" else "float32" for family in _ALSO}
 """Families that are run once, and in which dtype."""
+SETTINGS_OF = {"DeepseekV3": {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}}
+"""vLLM 0.32's rotary kernel for the CPU leaves most rows of a query of three dimensions as they are."""
 
 
 def write_checkpoint(folder: Path, family: str, dtype: str) -> Path:

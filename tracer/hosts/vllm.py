@@ -120,16 +120,15 @@ class VllmHost:
 
     def parameters(self) -> Iterator[HostParameter]:
         loaded = loaded_weights(self._model)
-        first: dict[torch.nn.Module, str] = {}
+        first: dict[int, str] = {}
         again: set[str] = set()
         for path, module in self._modules.items():
-            block = first.setdefault(module, path).rpartition(".")[0]
-            if (first[module] != path and block and path.startswith(f"{block}.")) or path.rpartition(".")[0] in again:
-                again.add(path)  # a second name inside the same block: mlp.gate is mlp.experts.gate too, and what is below it
+            if _named_again(first, module, path) or path.rpartition(".")[0] in again:
+                again.add(path)
                 continue
             named = [(False, *item) for item in module._parameters.items()] + [(True, *item) for item in module._buffers.items()]
             for buffer, name, tensor in named:
-                if tensor is not None:
+                if tensor is not None and not _named_again(first, tensor, path):
                     yield self._parameter(path, name, module, tensor, buffer, loaded)
         yield from self._tied_head(loaded)
 
@@ -333,6 +332,14 @@ class VllmHost:
         """The trace ends: tokens sampled since the last step began are known by now."""
         if self._registry is not None:
             self._tracker.learn_ids(self._registry)
+
+
+def _named_again(first: dict[int, str], held: object, path: str) -> bool:
+    """Whether a module or tensor has an earlier name inside the same block: mlp.gate is mlp.experts.gate too. ``first``: the path
+    of every one so far, kept up here."""
+    earlier = first.setdefault(id(held), path)
+    block = earlier.rpartition(".")[0]
+    return earlier != path and bool(block) and path.startswith(f"{block}.")
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int, int]:

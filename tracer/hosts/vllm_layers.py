@@ -150,6 +150,8 @@ def _held(module: Any, name: str, tensor: torch.Tensor, experts: Mapping[str, in
     if not kinds & {"ColumnParallelLinear", "RowParallelLinear", "ReplicatedLinear"}:
         return None
     rank, size, inputs = module.tp_rank, module.tp_size, int(module.input_size)
+    if tensor.dim() > 2 and size == 1:  # a convolution's
+        return None
     rows: Spans
     if hasattr(module, "num_kv_head_replicas"):
         heads = heads_of(module)
