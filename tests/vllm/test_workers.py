@@ -74,4 +74,4 @@ def test_maps_fit_the_engines_own_classes(checkpoint: Checkpoint) -> None:
     assert output.count("exit 0\n") == len(dtypes), output
     for family in dtypes:
         root = "GPT2LMHeadModel" if family == "GPT2" else f"{family.removesuffix('Text')}ForCausalLM"
-        assert f"map {map_for_root_class(root, "vllm").family}, host vllm, model {root}" in output
+        assert f"map {map_for_root_class(root, 'vllm').family}, host vllm, model {root}" in output
