@@ -73,8 +73,11 @@ def _scaled(rows: MatchedRows) -> Found | None:
                 tested = _on_grid(image, source, dtype, per, rows.epsilon)
                 if tested is not None:
                     share, count = tested
+                    near = _near(image, source, dtype, per, rows.epsilon)
                     text = f"{side} lies on the {dtype.removeprefix('float8_').removesuffix('fn')} grid times one scale per {per}"
-                    parameters = {"dtype": dtype, "side": side.lower(), "scale": per}
+                    if near < _ON:
+                        text += f", but only {near:.0%} of its values are what rounding the other side's to it gives"
+                    parameters = {"dtype": dtype, "side": side.lower(), "scale": per, "near": near}
                     return Found(Shape.GRID, text, len(rows) - count, count, 1 - share, parameters)
     return None
 
@@ -125,6 +128,20 @@ def _on_grid(image_NC: F64, source_NC: F64, dtype: str, per: str, epsilon: float
     if looked < _FEW or on < _ON or _share(other, scales, dtype, epsilon)[0] > _OFF:
         return None
     return on, image_NC.shape[1] // 2 if per == "column" else len(image_NC) // 2
+
+
+def _near(image_NC: F64, source_NC: F64, dtype: str, per: str, epsilon: float) -> float:
+    """Share of the values on the grid that are the nearest to the other side's, up to the rounding of their own dtype; what lies
+    beyond the grid's end counts where it was clipped to it."""
+    if per == "column":
+        image_NC, source_NC = image_NC.T, source_NC.T
+    lines, others = (side.reshape(1, -1) if per == "tensor" else side for side in (image_NC, source_NC))
+    scales = _scales(lines, dtype, epsilon)
+    if scales is None:
+        return 0.0
+    code, wanted = lines / scales, np.clip(others / scales, _grid(dtype)[0], _grid(dtype)[-1])
+    half_step = _spacing(np.maximum(np.abs(code), np.abs(wanted)), dtype) / 2
+    return float((np.abs(code - wanted) <= half_step + 4 * epsilon * np.abs(wanted) + 1e-12).mean())
 
 
 def _scales(fit_NC: F64, dtype: str, epsilon: float) -> F64 | None:
