@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +26,7 @@ F64 = npt.NDArray[np.float64]
 _ROUNDINGS = 4
 _VALUES = 1 << 16
 """Values that activations are tried on."""
+_CLEARLY = 4
 _GOES_WITH = 0.9
 _MOST_INPUTS = 4
 
@@ -60,15 +60,15 @@ def activation(rows: MatchedRows, x_NC: F64) -> Found | None:
     chosen = spread(np.arange(len(rows)), max(_VALUES // columns, 2))
     gate_NC, up_NC = x_NC[chosen, :columns], x_NC[chosen, columns:]
     made = {f"{name} of gate times up": act(gate_NC) * up_NC for name, act in ACTIVATIONS.items()}
-    made |= {f"{name} of up times gate" : act(up_NC) * gate_NC for name, act in ACTIVATIONS.items() if name != "no activation"}
-    names = []
+    made |= {f"{name} of up times gate": act(up_NC) * gate_NC for name, act in ACTIVATIONS.items() if name != "no activation"}
+    errors, names = [], []
     for side in (rows.a_NC, rows.b_NC):
-        errors = {name: max(_error(values[half], side[chosen][half]) for half in _HALVES) for name, values in made.items()}
-        names.append(min(errors, key=lambda name: errors[name]))
-        if errors[names[-1]] > max(_ROUNDINGS * rows.epsilon, 1e-6):
+        errors.append({name: max(_error(values[half], side[chosen][half]) for half in _HALVES) for name, values in made.items()})
+        names.append(min(errors[-1], key=lambda name: errors[-1][name]))
+        if errors[-1][names[-1]] > max(_ROUNDINGS * rows.epsilon, 1e-6):
             return None
-    if names[0] == names[1]:
-        return None
+    if any(errors[side][names[1 - side]] < _CLEARLY * errors[side][names[side]] or names[0] == names[1] for side in (0, 1)):
+        return None  # what roundings of this dtype cannot tell apart
     tested = len(chosen) // 2
     text = f"another activation: A computes {names[0]}, B {names[1]}"
     return Found(Shape.OPERATION, text, len(chosen) - tested, tested, None, {"a": names[0], "b": names[1]})

@@ -97,6 +97,8 @@ def rotation_shape(rows: MatchedRows, x_NC: F64, source: str) -> Found | None:
     if (a.columns, a.adjacent) != (b.columns, b.adjacent):
         text = f"A rotates {a.text()} of every {a.head} columns, B {b.text()}"
         return _found(text, rows, tested, max(a.error, b.error), parameters)
+    if float(np.sqrt((np.abs(a.turn_NP - b.turn_NP) ** 2).mean())) <= _ROUNDINGS * rows.epsilon:
+        return None
     text = f"both sides rotate {a.text()} of every {a.head} columns, by other angles"
     angles = _angles(a.turn_NP, b.turn_NP, rows.position_N, rows.epsilon)
     if angles is not None:
@@ -163,7 +165,11 @@ def _frequencies(turn_NP: C128, position_N: I64) -> F64 | None:
         score_FP = (np.exp(-1j * offset_F[:, None] * place_N) @ based_NP).real
         found_P = found_P + offset_F[score_FP.argmax(axis=0)]
         width = 2 * width / steps
-    left = turn_NP * np.exp(-1j * position_N[:, None] * found_P)
+    place_N1 = position_N.astype(np.float64)[:, None]
+    for _ in range(3):  # what is left of the angles is small
+        phase_NP = np.angle(turn_NP[fit] * np.exp(-1j * place_N1[fit] * found_P))
+        found_P = found_P + (place_N1[fit] * phase_NP).sum(axis=0) / (place_N1[fit] ** 2).sum()
+    left = turn_NP * np.exp(-1j * place_N1 * found_P)
     coherent = min(float(np.median(left[half].real.mean(axis=0))) for half in (fit, test))
     return found_P if coherent >= _COHERENT else None
 
