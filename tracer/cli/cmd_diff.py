@@ -91,8 +91,8 @@ def _write_plan(plan: DumpPlan | str, file: str) -> None:
         return
     write_plan(plan, Path(file))
     for weight in plan.weights:
-        rows = len(weight.rows)
-        told = f"{weight.differing} differing and {rows - weight.differing} equal" if weight.differing else f"{rows}"
+        size = len(weight.rows)
+        told = f"{weight.differing} differing and {size - weight.differing} equal" if weight.differing else f"{size}"
         typer.echo(f"plan: {told} rows of {weight.name}", err=True)
     if not plan.boundaries:
         return

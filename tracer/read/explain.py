@@ -136,9 +136,9 @@ def _of_inputs(material: Material, name: str, rows: MatchedRows) -> Found | None
     """What each side computes from dumped inputs that are equal on both, row by row."""
     held: dict[str, tuple[MatchedRows, F64]] = {}
     for source in () if material.dumps is None else material.dumps[0].boundaries:
-        values = None if source == name else _equal_input(material, source, rows)
-        if values is not None:
-            held[source] = values
+        equal = None if source == name else _equal_input(material, source, rows)
+        if equal is not None:
+            held[source] = equal
     wide = {source: values for source, (kept, values) in held.items() if values.shape[1] == rows.a_NC.shape[1] and len(kept) == len(rows)}
     scalars = {source: values[:, 0] for source, (kept, values) in held.items() if values.shape[1] == 1 and len(kept) == len(rows)}
     for source, (kept, values) in held.items():

@@ -151,15 +151,20 @@ def _scales(fit_NC: F64, dtype: str, epsilon: float) -> F64 | None:
         return None
     grid = _grid(dtype)
     tops = grid[grid > grid[-1] / 2]  # the largest value may be any of the top binade
-    shares = []
+    shares, offs = [], []
     for top in tops:
         on, telling = _on(fit_NC, largest / top, dtype, 2 * epsilon)  # the largest value was rounded itself
-        shares.append((on & telling).sum(axis=1) / np.maximum(telling.sum(axis=1), 1))
+        looked = np.maximum(telling.sum(axis=1), 1)
+        code = fit_NC / (largest / top)
+        shares.append((on & telling).sum(axis=1) / looked)
+        offs.append((np.abs(code - _nearest(code, grid)) / _spacing(np.abs(code), dtype) * telling).sum(axis=1) / looked)
     best_NT = np.stack(shares, axis=1)
     if np.median(best_NT.max(axis=1)) < _ON:
         return None
-    scales = largest / tops[best_NT.argmax(axis=1)][:, None]
-    code = _nearest(fit_NC / scales, grid)
+    near_NT = np.where(best_NT >= best_NT.max(axis=1, keepdims=True) - 0.02, np.stack(offs, axis=1), np.inf)  # several fit: the closest
+    scales = largest / tops[near_NT.argmin(axis=1)][:, None]
+    telling = _on(fit_NC, scales, dtype, 2 * epsilon)[1]
+    code = np.where(telling, _nearest(fit_NC / scales, grid), 0.0)
     refined: F64 = (fit_NC * code).sum(axis=1, keepdims=True) / np.maximum((code**2).sum(axis=1, keepdims=True), 1e-300)
     return refined
 
