@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tracer.format.reference import Reference
     from tracer.format.score_file import read_scores, write_scores
     from tracer.format.score_records import ScoreRecord
+    from tracer.hosts import suggest_map
     from tracer.hosts.sglang_scores import collect_sglang
     from tracer.hosts.transformers_scores import collect_trainer
     from tracer.hosts.vllm_driver import vllm_options
@@ -45,6 +46,7 @@ __all__ = [
     "open_trace",
     "read_scores",
     "replay_operator",
+    "suggest_map",
     "trace",
     "vllm_options",
     "write_scores",
@@ -65,6 +67,7 @@ _HOMES = {
     "load_boundary_map": "tracer.record.boundary_maps",
     "open_trace": "tracer.read.stitch",
     "read_scores": "tracer.format.score_file",
+    "suggest_map": "tracer.hosts",
     "vllm_options": "tracer.hosts.vllm_driver",
     "write_scores": "tracer.format.score_file",
 }

@@ -7,9 +7,10 @@ from typing import Any
 
 import tracer
 from tests.vllm.conftest import Build, Checkpoint, Pair
-from tests.vllm.engines import FAMILIES, generate, run_script
+from tests.vllm.engines import FAMILIES, OTHERS, generate, run_script
 from tracer.read.dumped import read_dumps
 from tracer.read.weight_report import diff_weights
+from tracer.record.boundary_maps import map_for_root_class
 
 
 def test_tensor_parallel_workers(engine: Build, checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -96,8 +97,9 @@ def test_a_compiled_engine_is_vacuous(engine: Build, checkpoint: Checkpoint, tmp
 def test_maps_fit_the_engines_own_classes(checkpoint: Checkpoint) -> None:
     """`tracer map check --host vllm` finds the map of every class of the installed engine and resolves it, from a config
     alone."""
-    maps = {"Qwen3Moe": "qwen3_moe", "Qwen3": "qwen3", "Llama": "llama", "Mixtral": "mixtral", "Gemma2": "gemma2"}
-    output = run_script("check_maps.py", *(str(checkpoint(family, "float32") / "config.json") for family in FAMILIES))
-    assert output.count("exit 0\n") == len(FAMILIES), output
-    for family in FAMILIES:
-        assert f"map {maps[family]}, host vllm, model {family}ForCausalLM" in output
+    dtypes = {**dict.fromkeys(FAMILIES, "float32"), **OTHERS}
+    output = run_script("check_maps.py", *(str(checkpoint(family, dtype) / "config.json") for family, dtype in dtypes.items()))
+    assert output.count("exit 0\n") == len(dtypes), output
+    for family in dtypes:
+        root = "GPT2LMHeadModel" if family == "GPT2" else f"{family.removesuffix('Text')}ForCausalLM"
+        assert f"map {map_for_root_class(root, 'vllm').family}, host vllm, model {root}" in output
