@@ -37,6 +37,7 @@ ONE: dict[str, dict[str, Any]] = {
     "qkv_not_regrouped": {"load": {"regroup": False}, **_NO_WEIGHTS},
     "experts_shifted": {**_MOE, "load": {"expert_offset": 1}, **_NO_WEIGHTS},
     "softmax_first": _moe(moe_router_pre_softmax=True),
+    "collected1.safetensors": {"collect": {}},
     "recompute1": {"train": True, "gpt": _RECOMPUTE},
 }
 TWO: dict[str, dict[str, Any]] = {
@@ -56,6 +57,10 @@ TWO: dict[str, dict[str, Any]] = {
     "padding_only": {"gpt": {"tp": 2, "padded_vocabulary": 512}, "vocabulary": 256},
     "scores_of_loss": {"gpt": {"tp": 2}, "scores": "loss"},
     "scores_of_shard": {"gpt": {"tp": 2}, "scores": "shard"},
+    "collected_tp2.safetensors": {"gpt": {"tp": 2}, "collect": {}},
+    "collected_tp2_sp.safetensors": {"gpt": {"tp": 2, "sequence_parallel": True}, "wrap": True, "collect": {}},
+    "collected_padded_tp2.safetensors": {"gpt": {"tp": 2, "padded_vocabulary": 512}, "collect": {"vocabulary": 256}},
+    "collected_pp2": {"gpt": {"pp": 2}, "collect": {}},
     "qkv_not_regrouped_tp2": {"gpt": {"tp": 2}, "load": {"regroup": False}, **_NO_WEIGHTS},
     "experts_shifted_ep2": {**_moe(tp=2, sequence_parallel=True, ep=2), "load": {"expert_offset": 1}},
 }

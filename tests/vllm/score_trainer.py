@@ -7,7 +7,7 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 
 from tracer.format.score_file import read_scores, write_scores
-from tracer.hosts.transformers_scores import collect_trainer
+from tracer.hosts.trainer_scores import collect_trainer
 
 
 def main() -> None:

@@ -192,7 +192,11 @@ def _small(found: _Evidence, path: list[DecisionStep]) -> Decision:
         path,
         klass=LogClass.NUMERICAL,
         evidence=[f"{pair.name} is {_gap(pair)}, within {limit}" for pair in found.pairs.values()],
-        not_proven=["a small systematic difference below the noise (a temperature of 0.9 can hide there)", *_missing_sides(found), *_copied(found)],
+        not_proven=[
+            "a small systematic difference below the noise (a temperature of 0.9 can hide there)",
+            *_missing_sides(found),
+            *_copied(found),
+        ],
     )
 
 
