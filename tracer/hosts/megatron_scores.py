@@ -54,8 +54,8 @@ class MegatronForward:
         whole = -(-len(ids_T) // self._multiple) * self._multiple
         ids, positions = (np.pad(np.asarray(found), (0, whole - len(ids_T)), mode="edge") for found in (ids_T, position_T))
         output = self._model(
-            input_ids=torch.from_numpy(ids)[None].to(device),
-            position_ids=torch.from_numpy(positions)[None].to(device),
+            input_ids=torch.tensor(ids)[None].to(device),
+            position_ids=torch.tensor(positions)[None].to(device),
             attention_mask=torch.triu(torch.ones(whole, whole, dtype=torch.bool, device=device), 1)[None, None],
         )
         if not isinstance(output, torch.Tensor) or output.dim() != 3 or output.shape[:2] != (1, whole):
@@ -71,7 +71,7 @@ class MegatronForward:
         """float32 (R,) on the host, over the whole vocabulary."""
         if not self._cut(logits_RV):
             return score_rows(self.whole(logits_RV), np.arange(len(ids_R)), np.asarray(ids_R)).cpu().numpy()
-        first, labels = self._rank * logits_RV.shape[1], torch.from_numpy(np.ascontiguousarray(ids_R))
+        first, labels = self._rank * logits_RV.shape[1], torch.tensor(ids_R)
         found = score_vocab_parallel(logits_RV, labels, first_column=first, vocabulary=self._vocabulary, group=self._group)
         return found.cpu().numpy()
 

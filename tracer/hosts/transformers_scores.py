@@ -28,9 +28,9 @@ class TransformersForward:
         """(R + 1, V), all columns, or a DTensor whose columns are cut."""
         model = self._model
         device = next(model.parameters()).device
-        call: dict[str, Any] = {"input_ids": torch.from_numpy(np.ascontiguousarray(ids_T))[None].to(device), "use_cache": False}
+        call: dict[str, Any] = {"input_ids": torch.tensor(ids_T)[None].to(device), "use_cache": False}
         if not np.array_equal(position_T, np.arange(len(ids_T))):
-            call["position_ids"] = torch.from_numpy(np.ascontiguousarray(position_T))[None].to(device)
+            call["position_ids"] = torch.tensor(position_T)[None].to(device)
         forward = getattr(model, "module", model).forward
         if "logits_to_keep" in inspect.signature(forward).parameters:
             call["logits_to_keep"] = response + 1
@@ -53,7 +53,7 @@ class TransformersForward:
         if axis is not None:
             mesh = placed.device_mesh
             first = chunk(placed.shape[1], mesh.size(axis), mesh.get_local_rank(axis))[0]
-            labels = torch.from_numpy(np.ascontiguousarray(ids_R))
+            labels = torch.tensor(ids_R)
             found = score_vocab_parallel(
                 placed.to_local(), labels, first_column=first, vocabulary=self._vocabulary, group=mesh.get_group(axis)
             )
