@@ -71,7 +71,8 @@ def test_planted_faults_send_to_the_right_half(scored: Path, dtype: str) -> None
     warm = compare_scores(rollout, scored / dtype / "temperature.safetensors", pass_mark=pass_mark)
     assert (warm.exit, warm.decision.branch, warm.decision.side) == (1, Branch.SCORING, "C"), warm.headline
     assert warm.decision.cause is RefitKind.TEMPERATURE
-    assert any("T = 0.8" in refit.parameter for refit in warm.refits if refit.matched), warm.refits
+    found = next(refit.parameter for refit in warm.refits if refit.matched and refit.kind is RefitKind.TEMPERATURE)
+    assert float(found.removeprefix("T = ")) == pytest.approx(0.8, abs=0.02)
 
 
 def test_a_replay_keeps_the_most_likely_tokens(engine: Build) -> None:
