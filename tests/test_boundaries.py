@@ -185,6 +185,17 @@ def test_a_layer_is_of_exactly_one_kind(map_file: Path) -> None:
     assert "at once" in dict(both.unresolved)["layers.1.moe.logits"]
 
 
+def test_a_kind_may_be_what_a_layer_lacks(tmp_path: Path) -> None:
+    """A kind whose path begins with ``!`` is that of the layers without the module."""
+    path = tmp_path / "small.yaml"
+    path.write_text(MAP.replace('moe: "blocks.{layer}.moe"', 'moe: "!blocks.{layer}.mlp"'))
+    plan = plan_of(path)
+    assert plan.unresolved == ()
+    names = {boundary.name for boundary in plan.boundaries}
+    assert {"layers.0.mlp.out", "layers.1.moe.logits"} <= names
+    assert not names & {"layers.0.moe.logits", "layers.1.mlp.out"}
+
+
 def test_stand_ins_are_elsewhere(map_file: Path) -> None:
     """Classes that stand in for another stage's modules make their boundaries elsewhere, not unresolved."""
     modules = {**MODULES, "embed": "Absent", "blocks.0": "Absent"}

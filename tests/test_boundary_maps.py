@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,19 @@ import pytest
 import torch
 import transformers
 import yaml
+from einops import rearrange
 
+from tests.family_runs import HOST, plan_of, run_of, tiny
+from tests.test_vision_language import NAMES
 from tests.tiny_models import FAMILIES, class_name, make_ids, make_model
 from tracer.errors import Code, MapError
+from tracer.format.fingerprint import fingerprint_rows
 from tracer.format.schema import BoundaryStatus
-from tracer.record.boundaries import Plan, Source, resolve
+from tracer.record.boundaries import Source, resolve
 from tracer.record.boundary_maps import load_boundary_map, map_for_root_class, map_names, require_served
 from tracer.record.map_entries import layout_axes
 
 MAPS = Path(__file__).resolve().parent.parent / "boundary_maps"
-HOST = "transformers"
 
 SEEN_BY_NO_ONE = {
     "qwen3_moe": {"moe.expert_in", "moe.expert_out"},
@@ -29,22 +31,12 @@ SEEN_BY_NO_ONE = {
     "olmoe": {"moe.expert_in", "moe.expert_out"},
     "qwen2_moe": {"moe.expert_in", "moe.expert_out", "moe.shared_out"},
     "deepseek_v3": {"moe.expert_in", "moe.expert_out", "attn.k"},
-    "qwen3_next": {"attn.gate", "linear_attn.conv"},
+    "glm4_moe": {"moe.expert_in", "moe.expert_out"},
+    "phimoe": {"moe.expert_in", "moe.expert_out"},
+    "gpt_oss": {"moe.expert_in", "moe.expert_out"},
+    "llama4": {"moe.routed_out"},
 }
 """What the library cannot show, per family, without the layer."""
-
-
-@cache
-def tiny(family: str) -> Any:
-    """One tiny model per family and session; tests must not change it."""
-    return make_model(family)
-
-
-def plan_of(family: str, level: int = 2) -> Plan:
-    """The packaged map of the family's class, resolved against the tiny model."""
-    model = tiny(family)
-    modules = {path: type(module).__name__ for path, module in model.named_modules(remove_duplicate=False)}
-    return resolve(map_for_root_class(class_name(family), HOST), HOST, modules, level=level)
 
 
 @pytest.mark.parametrize("name", map_names())
@@ -59,7 +51,7 @@ def test_every_map_validates(name: str) -> None:
 def test_every_map_with_classes_has_a_tiny_model() -> None:
     """No packaged map claims a class that these tests do not build."""
     claimed = {cls for name in map_names() for cls in load_boundary_map(name).hosts[HOST].classes}
-    assert claimed == {class_name(family) for family in FAMILIES}
+    assert claimed == {class_name(family) for family in FAMILIES} | {f"{name}ForConditionalGeneration" for name in NAMES}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -107,52 +99,112 @@ def test_every_parameter_and_buffer_has_one_semantic_name(family: str) -> None:
         names += matches[0].match(path) or ()
     assert len(names) == len(set(names))
     read = {name for boundary in plan.with_weights(names) for name in boundary.weights}
-    assert set(names) - read <= {"rope.original_inv_freq"}
+    assert all(name.endswith("original_inv_freq") for name in set(names) - read), set(names) - read
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_leaf_is_there_with_its_layout(family: str) -> None:
     """In a real forward every leaf is a tensor with as many dimensions as its layout says."""
-    for source, leaf in record(family, plan_of(family)):
+    for source, leaf in run_of(family).leaves:
         axes = layout_axes(source.layout)
         assert axes is not None
         assert leaf.ndim == len(axes), source.boundary
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_residuals_add_up(family: str) -> None:
-    """Both residuals equal, bit for bit, the residual before plus what the map says was added."""
-    plan = plan_of(family)
-    leaves = {source.boundary: leaf for source, leaf in record(family, plan)}
-    for boundary in plan.boundaries:
-        if boundary.name.endswith("residual"):
-            before, *added = (leaves[name] for name in boundary.inputs)
-            assert len(added) == 1
-            assert torch.equal(leaves[boundary.name], before + added[0]), boundary.name
+def test_a_run_exercises_every_boundary(family: str) -> None:
+    """One forward records every boundary that the map binds, 24 rows each (all experts' where a family runs them all), no
+    boundary is vacuous, and the logits are bitwise those of a forward that nobody watched."""
+    run = run_of(family)
+    assert torch.equal(run.logits, run.untraced)
+    recorded = {boundary.name for boundary in plan_of(family).boundaries if boundary.status is BoundaryStatus.RECORDED}
+    assert set(run.trace.boundaries) == recorded
+    for name, boundary in run.trace.boundaries.items():
+        rows = {"scorer.logprobs": 22}.get(name, 24 * 8 if family == "llama4" and ".moe.expert_" in name else 24)
+        assert len(boundary.token_R) == rows, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recorded_rows_are_what_our_own_hooks_saw(family: str) -> None:
+    """Row by row, the recorded digest (of ids, the values) is that of what a plain forward hook saw at the place the map says."""
+    run = run_of(family)
+    rows: dict[str, list[torch.Tensor]] = {}
+    for source, leaf in run.leaves:
+        if not source.derived and not source.split:
+            rows.setdefault(source.boundary, []).append(rows_by_token(source, leaf))
+    assert rows
+    for name, parts in rows.items():
+        row_RC, found = torch.cat(parts, 1), run.trace.boundaries[name]
+        ids = rows.get(name.replace("topk_weights", "topk_ids")) if ".topk_" in name else None
+        if ids is not None:
+            row_RC = row_RC.gather(1, ids[0].argsort(1))
+        values = found.load_values()
+        if values is not None:
+            assert (values == row_RC.numpy()).all(), name
+        else:
+            assert (fingerprint_rows(row_RC.contiguous().numpy(), "float32").digest_N2 == found.digest_R2).all(), name
+
+
+def rows_by_token(source: Source, leaf: torch.Tensor) -> torch.Tensor:
+    """A leaf as a trace has it: rows by sequence, position, expert."""
+    axes = [axis for dimension in layout_axes(source.layout) or () for axis in dimension]
+    rows = [axis for axis in ("b", "s", "t", "e") if axis in axes]
+    columns = [axis for axis in axes if axis not in rows]
+    row_RC = rearrange(leaf, f"{source.layout} -> ({' '.join(rows)}) ({' '.join(columns)})", **({"t": 24} if "(" in source.layout else {}))
+    if len(row_RC) < 24:  # the same positions for both sequences
+        row_RC = row_RC.repeat(2, 1)
+    if source.chosen == "ids":
+        return row_RC.nonzero()[:, 1:]  # one expert per token
+    return row_RC[row_RC != 0][:, None] if source.chosen else row_RC
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt2"])
+def test_projections_are_those_of_their_weights(family: str) -> None:
+    """Where a boundary is one linear map of another, it equals, bit for bit, that map with the weights the map file names."""
+    plan, model, leaves = plan_of(family), tiny(family), run_of(family).named
+    named = {
+        rule[1][0]: tensor
+        for path, tensor in model.named_parameters(remove_duplicate=False)
+        if (rule := plan.name_weights(path)) is not None and len(rule[1]) == 1 and tensor.dim() < 3
+    }
+    checked: set[str] = set()
+    for boundary in plan.with_weights(named):
+        part = boundary.name.partition("attn.")[2] if ".attn." in boundary.name else boundary.name.rpartition("mlp.")[2]
+        matrices = [name for name in boundary.weights if name.endswith(".weight") and named[name].dim() == 2]
+        source = [leaves[name] for name in boundary.inputs if name in leaves]
+        if len(matrices) != 1 or len(source) != 1 or boundary.name not in leaves or part in ("embedding", "linear_attn.conv"):
+            continue
+        expected = torch.nn.functional.linear(source[0], named[matrices[0]], named.get(matrices[0].removesuffix("weight") + "bias"))
+        assert torch.equal(leaves[boundary.name].flatten(), expected.flatten()), boundary.name
+        checked.add(re.sub(r"^layers\.\d+\.", "", boundary.name))
+    assert checked >= {"attn.out"} | ({"lm_head"} if "lm_head.raw" not in leaves else {"lm_head.raw"})
 
 
 def test_gemma2_caps_its_logits() -> None:
     """The raw logits are the projection alone, the logits are what the model returns."""
-    leaves = {source.boundary: leaf for source, leaf in record("gemma2", plan_of("gemma2"))}
+    leaves = run_of("gemma2").named
     assert torch.equal(leaves["lm_head"], torch.tanh(leaves["lm_head.raw"] / 30.0) * 30.0)
 
 
 def test_gemma2_scales_the_embedding_inside() -> None:
     """The embedding boundary is after the family's scale."""
     model = tiny("gemma2")
-    leaves = {source.boundary: leaf for source, leaf in record("gemma2", plan_of("gemma2"))}
+    leaves = run_of("gemma2").named
     assert torch.equal(leaves["embedding"], model.model.embed_tokens.weight[make_ids()] * torch.tensor(48.0**0.5))
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3", "glm4_moe", "llama4"])
 def test_shared_experts_make_the_rest_of_the_combine(family: str) -> None:
     """The combine is the routed sum plus the shared expert, gated where the family has a gate."""
-    leaves = {source.boundary: leaf for source, leaf in record(family, plan_of(family))}
-    routed, combine = leaves["layers.1.moe.routed_out"], leaves["layers.1.moe.combine"].flatten(0, 1)
+    leaves = run_of(family).named
+    combine = leaves["layers.1.moe.combine"].reshape(24, -1)
+    routed = leaves.get("layers.1.moe.routed_out")
+    if routed is None:  # eight experts, expert by expert
+        routed = leaves["layers.1.moe.expert_out"].reshape(8, 24, -1).sum(0)
     if family == "qwen2_moe":
         shared = torch.sigmoid(leaves["layers.1.moe.shared_gate"]) * leaves["layers.1.moe.shared_expert"]
     else:
-        shared = leaves["layers.1.moe.shared_out"].flatten(0, 1)
+        shared = leaves["layers.1.moe.shared_out"].reshape(24, -1)
     assert torch.equal(combine, routed + shared)
 
 
@@ -185,6 +237,18 @@ def test_qwen3_next_with_experts() -> None:
     names = {boundary.name for boundary in plan.boundaries}
     assert {"layers.0.linear_attn.core", "layers.0.moe.shared_gate", "layers.1.attn.gated", "layers.1.moe.combine"} <= names
     assert not names & {"layers.0.attn.core", "layers.1.linear_attn.core", "layers.0.mlp.out"}
+
+
+def test_glm_without_norms_of_q_and_k() -> None:
+    """Sizes of the family without q and k norms lack those boundaries, and rope reads the projections."""
+    model = make_model("glm4_moe", use_qk_norm=False)
+    modules = {path: type(module).__name__ for path, module in model.named_modules()}
+    plan = resolve(load_boundary_map("glm4_moe"), HOST, modules, level=2)
+    assert plan.unresolved == ()
+    found = {boundary.name: boundary for boundary in plan.boundaries}
+    assert "layers.1.attn.q_norm" not in found
+    assert found["layers.1.attn.q_rope"].inputs == ("layers.1.attn.q", "input.positions")
+    assert "layers.1.attn.q_norm" in {boundary.name for boundary in plan_of("glm4_moe").boundaries}
 
 
 @pytest.mark.parametrize("name", [name for name in map_names() if name != "decoder"])
@@ -232,6 +296,32 @@ hosts:
     assert mine.hosts[HOST].classes == ()
 
 
+def test_a_model_inside_another_is_moved(tmp_path: Path) -> None:
+    """``moved`` puts everything inherited (layers, kinds, alternatives, parts, weights) below another path; the root and the
+    map's own entries stay as written."""
+    (tmp_path / "mine.yaml").write_text("""
+family: mine
+extends: glm4_moe
+hosts:
+  transformers:
+    moved: {model: model.language_model, "": outer}
+    bindings:
+      lm_head: {module: "", leaf: output.logits, layout: b s c}
+""")
+    base, mine = load_boundary_map("glm4_moe").hosts[HOST], load_boundary_map(str(tmp_path / "mine.yaml")).hosts[HOST]
+    assert mine.layers == "model.language_model.layers.{layer}"
+    assert mine.kinds["norms"] == {
+        "normed": "model.language_model.layers.{layer}.self_attn.q_norm",
+        "plain": "!model.language_model.layers.{layer}.self_attn.q_norm",
+    }
+    router = mine.bindings["layers.{layer}.moe.router_logits"].module
+    assert router == "model.language_model.layers.{layer}.mlp.gate|model.language_model.layers.{layer}.mlp.router"
+    assert mine.bindings["layers.{layer}.mlp.gate_up"].parts[1].module == "model.language_model.layers.{layer}.mlp.up_proj"
+    assert mine.bindings["lm_head"].module == ""
+    assert "outer.lm_head.weight" in mine.weights
+    assert len(mine.weights) == len(base.weights)
+
+
 @pytest.mark.parametrize(
     ("text", "key", "expected"),
     [
@@ -267,6 +357,26 @@ def test_unknown_maps_and_classes(tmp_path: Path) -> None:
     assert caught.value.expected.count("ForCausalLM") == 3
     assert "tracer map list" in caught.value.remedy
     assert caught.value.found == "Qwen9ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("map_name", "family", "found"),
+    [
+        ("llama4", "qwen3_moe", "layer has no module model.layers.0.feed_forward.gate_proj (dense)"),
+        ("gemma3", "llama", "layers.0.attn.q_norm: no module model.layers.0.self_attn.q_norm"),
+        ("qwen2_vl", "qwen2", "Qwen2ForCausalLM with"),
+        ("deepseek_v3", "glm4_moe", "layers.0.attn.kv_latent: no module model.layers.0.self_attn.kv_a_proj_with_mqa"),
+    ],
+)
+def test_a_map_for_the_wrong_class_is_refused(map_name: str, family: str, found: str) -> None:
+    """A map of another class does not fit, and the error names its file, the modules it expects and what the model has instead."""
+    modules = {path: type(module).__name__ for path, module in tiny(family).named_modules()}
+    with pytest.raises(MapError) as caught:
+        resolve(load_boundary_map(map_name), HOST, modules, level=2).require_resolved()
+    assert caught.value.code is Code.MAP_UNFIT
+    assert f"{map_name}.yaml" in caught.value.where
+    assert "module" in caught.value.expected
+    assert found in caught.value.found
 
 
 def test_a_subclass_has_the_map_of_its_nearest_ancestor() -> None:
@@ -324,36 +434,3 @@ def test_the_maps_of_the_how_to_work(tmp_path: Path) -> None:
         ("layers.1.attn.q", "layers.1.attn.k", "layers.1.attn.v")
     }
     assert [path for path, _ in [*model.named_parameters(), *model.named_buffers()] if plan.name_weights(path) is None] == []
-
-
-def record(family: str, plan: Plan) -> list[tuple[Source, torch.Tensor]]:
-    """Every leaf that a module hook can show in one forward, cloned, in the plan's order."""
-    seen: dict[int, torch.Tensor] = {}
-    modules = dict(tiny(family).named_modules())
-
-    def watch(number: int, source: Source) -> Any:
-        def hook(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            for leaf in source.leaf.split("|"):
-                root, *steps = re.findall(r"\w+", leaf)
-                value: Any = {"input": args, "kwargs": kwargs, "output": output}[root]
-                for step in steps:
-                    if step.isdigit():
-                        value = value[int(step)] if len(value) > int(step) else None
-                    else:
-                        value = value.get(step) if isinstance(value, dict) else getattr(value, step)
-                if isinstance(value, torch.Tensor):
-                    seen[number] = value.clone()
-                    return
-
-        return modules[source.module].register_forward_hook(hook, with_kwargs=True)
-
-    hooked = [(n, source) for n, source in enumerate(plan.sources) if not source.tap and source.derived != "host"]
-    handles = [watch(n, source) for n, source in hooked]
-    try:
-        with torch.no_grad():
-            tiny(family)(input_ids=make_ids(), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    assert set(seen) == {n for n, _ in hooked}, [source.boundary for n, source in hooked if n not in seen]
-    return [(source, seen[n]) for n, source in hooked]

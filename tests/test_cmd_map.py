@@ -103,6 +103,20 @@ def test_wrong_usage_has_a_code(config: Path, tmp_path: Path) -> None:
         assert caught.value.code is code
 
 
+def test_suggest_writes_a_map_that_checks(config: Path, tmp_path: Path) -> None:
+    """Suggest drafts a map from a config alone, says where it is and what is missing; it checks, and it is never overwritten."""
+    target = tmp_path / "draft.yaml"
+    code, output = run("suggest", "--config", str(config), "--out", str(target), "--family", "mine")
+    assert code == 0
+    assert f"boundaries found, each with its evidence in {target}" in output
+    assert "not found: no boundary of the name: attn.gated" in output
+    code, output = run("check", str(target), "--config", str(config))
+    assert (code, output.splitlines()[0]) == (0, "map mine, host transformers, model Qwen3MoeForCausalLM")
+    with pytest.raises(UsageError) as caught:
+        run("suggest", "--config", str(config), "--out", str(target))
+    assert caught.value.code is Code.OUT_IN_USE
+
+
 def test_check_that_cannot_run_says_so(config: Path) -> None:
     """Module names of an engine come from its own classes: without it the check is not run, with the reason and the remedy."""
     with pytest.raises(HostError) as caught:

@@ -33,6 +33,7 @@ hosts:
 """
 
 REFUSALS = {
+    "choice": ("leaf: ", "chosen: some, leaf: ", ".ids.chosen", "ids or values", "some"),
     "top level key": ("family: small", "family: small\nfamliy: x", "famliy", "one of family, about", "unknown key 'famliy'"),
     "boundary key": ("embedding: {level: 0}", "embedding: {levle: 0}", "boundaries.embedding.levle", "one of about, level", "unknown key"),
     "binding key": ("leaf: ", "leef: ", "hosts.here.bindings.layers.{layer}.ids.leef", "one of module, tap", "unknown key"),

@@ -58,7 +58,8 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 def test_public_names() -> None:
     """The facade exports exactly these names, sorted, and every one resolves."""
     functions = ["bisect_traces", "collect_sglang", "collect_trainer", "collect_vllm", "compare_scores", "diff_traces"]
-    functions += ["load_boundary_map", "open_trace", "read_scores", "replay_operator", "trace", "vllm_options", "write_scores"]
+    functions += ["load_boundary_map", "open_trace", "read_scores", "replay_operator", "suggest_map", "trace", "vllm_options"]
+    functions += ["write_scores"]
     assert tracer.__all__ == ["ScoreRecord", "Tolerance", "TracerError", *functions]
     for name in tracer.__all__:
         assert callable(getattr(tracer, name))

@@ -28,7 +28,7 @@ from tests.warm import WarmPython
 
 ROOT = Path(__file__).resolve().parent.parent
 OWN_TEST = {
-    "docs/how-to/bisect-sharded.md", "docs/how-to/bisect-vllm.md", "docs/how-to/trace-megatron.md", "docs/how-to/write-a-map.md",
+    "docs/how-to/bisect-sharded.md", "docs/how-to/bisect-vllm.md", "docs/how-to/trace-megatron.md",
     "docs/tutorial/trainer-against-rollout.md",
 }  # fmt: skip
 """Pages that another test runs, on a model of their own."""

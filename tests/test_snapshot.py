@@ -14,6 +14,7 @@ from tracer.errors import CaptureError, Code, MapError
 from tracer.record.snapshot import (
     Layout,
     LeafRoot,
+    chosen_columns,
     held_columns,
     leaf_paths,
     local_tensor,
@@ -186,10 +187,23 @@ def test_contiguous_rows_are_views() -> None:
 
 
 def test_known_sizes_unfold_experts() -> None:
-    """Expert-major rows need the number of experts, or stay one axis."""
+    """Expert-major rows are told apart by the number of experts, else by that of the forward's tokens."""
     leaf = torch.arange(24).reshape(6, 4)
-    assert Layout("(e t) c", {"e": 3}).to_rows(leaf, "expert_out", 2)[1] == (3, 2)
-    assert Layout("(e t) c").to_rows(leaf, "expert_out", 2)[1] == (6,)
+    assert Layout("(e t) c", {"e": 3}).to_rows(leaf, "expert_out", 6)[1] == (3, 2)
+    assert Layout("(e t) c").to_rows(leaf, "expert_out", 2)[1] == (3, 2)
+    with pytest.raises(MapError, match="does not fit"):
+        Layout("(e t) c").to_rows(leaf, "expert_out", 4)
+
+
+def test_choices_are_read_from_dense_scores() -> None:
+    """Of a row with a score per choice, 0 where not chosen, the ids come ascending with their values; unequal numbers are refused."""
+    scores = torch.tensor([[0.0, 0.5, 0.0, 0.25], [0.75, 0.0, 0.0, 0.125]])
+    assert chosen_columns(scores, "ids", "moe.topk_ids").tolist() == [[1, 3], [0, 3]]
+    assert chosen_columns(scores, "values", "moe.topk_weights").tolist() == [[0.5, 0.25], [0.75, 0.125]]
+    assert chosen_columns(scores[:0], "ids", "moe.topk_ids").shape == (0, 0)
+    with pytest.raises(MapError, match="zeros") as caught:
+        chosen_columns(torch.tensor([[1.0, 0.0], [1.0, 1.0]]), "ids", "moe.topk_ids")
+    assert caught.value.code is Code.MAP_LAYOUT
 
 
 def test_a_broadcast_axis_stands_for_every_index() -> None:

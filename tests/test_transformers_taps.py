@@ -1,4 +1,4 @@
-"""The attention tap and the watch over caches: what they see, and that they leave nothing behind."""
+"""The attention and convolution taps and the watch over caches: what they see, and that they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -56,6 +56,23 @@ def test_tap_sees_every_attention_call_and_changes_nothing(family: str, attentio
     for _, leaf, tensor in driver.tapped:
         rows = (tensor.shape[0], tensor.shape[1 if leaf == "output" else 2])
         assert rows == (2, 12)
+
+
+def test_the_convolution_tap_sees_prefill_and_steps() -> None:
+    """What leaves a linear attention's convolution is seen for this call's columns only, in a prefill, a chunk behind a cache and a
+    decoded token, bitwise what one prefill gives; the modeling file is as before."""
+    model = make_model("qwen3_next")
+    file = sys.modules[type(model).__module__]
+    before, name, cache, ids = dict(vars(file)), cache_argument(model), dynamic_cache(model), make_ids(2, 12)
+    sources = [Source("layers.0.linear_attn.conv", "model.layers.0.linear_attn", tap="convolution", leaf="output")]
+    with HostDriver(model, sources) as driver:
+        run(model, ids, use_cache=False)
+        for start, stop in ((0, 6), (6, 11), (11, 12)):
+            run(model, ids[:, start:stop], **{name: cache})
+    (_, _, whole), *pieces = driver.tapped
+    assert [piece.shape[2] for _, _, piece in pieces] == [6, 5, 1]
+    torch.testing.assert_close(torch.cat([piece for _, _, piece in pieces], 2), whole, rtol=1e-5, atol=1e-6)
+    assert vars(file) == before
 
 
 def test_output_of_the_tap_is_the_input_of_the_projection() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import tracer
-from tests.vllm.engines import ENVIRONMENT, SETTINGS, Trainer, generate, whole, write_checkpoint
+from tests.vllm.engines import ENVIRONMENT, SETTINGS, SETTINGS_OF, Trainer, generate, whole, write_checkpoint
 
 os.environ.update(ENVIRONMENT)
 
@@ -50,7 +50,7 @@ def engine(checkpoint: Checkpoint) -> Build:
     built: dict[Any, Any] = {}
 
     def build(family: str = "Qwen3Moe", dtype: str = "float32", **settings: Any) -> Any:
-        key = (family, dtype, tuple(sorted(settings.items())))
+        key = (family, dtype, repr(sorted(settings.items())))
         if key not in built:
             given = {**tracer.vllm_options(), **SETTINGS, **settings}
             built[key] = LLM(model=str(checkpoint(family, dtype)), dtype=dtype, **given)
@@ -75,7 +75,7 @@ def pair(trainer: Trainer, engine: Build, checkpoint: Checkpoint, tmp_path_facto
     def record(family: str, dtype: str, *faults: str) -> tuple[Path, Path]:
         folder = tmp_path_factory.mktemp("pair")
         if (family, dtype) not in rollouts:
-            llm = engine(family, dtype)
+            llm = engine(family, dtype, **SETTINGS_OF.get(family, {}))
             with tracer.trace(llm, out=folder / "rollout", level=2, weights="rows", strict=True):
                 outputs = generate(llm, prompt_logprobs=1)
             rollouts[family, dtype] = folder / "rollout", whole(outputs)

@@ -56,24 +56,65 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
     "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Gemma2": {"query_pre_attn_scalar": 32, "sliding_window": 128, "layer_types": ["full_attention", "full_attention"]},
 }
-
-
 FAMILIES = tuple(_OF_FAMILY)
+
+_SHARED = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 64}
+_SHARED |= {"norm_topk_prob": True}
+_DEEPSEEK = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64}
+_DEEPSEEK |= {"first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
+_ALSO: dict[str, dict[str, Any]] = {
+    "Qwen2": {},
+    "Mistral": {},
+    "GPT2": {},
+    "Gemma3Text": {"query_pre_attn_scalar": 32, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "head_dim": None},
+    "Qwen2Moe": _SHARED,
+    "GptOss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 8},
+    "Glm4Moe": {**_DEEPSEEK, "use_qk_norm": True, "n_group": 1, "topk_group": 1},
+    # the CPU's latent attention has one size
+    "DeepseekV3": {
+        **_DEEPSEEK, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "n_group": 2, "topk_group": 1,
+        "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": None,
+    },
+    "Llama4Text": {
+        "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 128, "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 128, "no_rope_layers": [1, 0],
+    },
+    "Qwen3Next": {
+        **_SHARED, "num_experts": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "layer_types": ["linear_attention", "full_attention"],
+    },
+}  # fmt: skip
+OTHERS = {family: "bfloat16" if family == "Qwen3Next" else "float32" for family in _ALSO}
+"""Families that are run once, and in which dtype."""
+SETTINGS_OF = {"DeepseekV3": {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}}
+"""vLLM 0.32's rotary kernel for the CPU leaves most rows of a query of three dimensions as they are."""
 
 
 def write_checkpoint(folder: Path, family: str, dtype: str) -> Path:
     """A checkpoint with random weights; norms and router are not trivial."""
     import transformers
 
-    config = getattr(transformers, f"{family}Config")(**_SMALL, **_OF_FAMILY[family], tie_word_embeddings=family == "Gemma2")
+    tied = family in ("Gemma2", "Gemma3Text", "GPT2")
+    settings = {**_SMALL, **_OF_FAMILY.get(family, _ALSO.get(family, {})), "tie_word_embeddings": tied}
+    if family == "GPT2":
+        settings = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512, "vocab_size": 512, "bos_token_id": 1, "eos_token_id": 2}
+    kept = {name: value for name, value in settings.items() if value is not None}
+    config = getattr(transformers, f"{family}Config")(**kept)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    name = "GPT2LMHeadModel" if family == "GPT2" else f"{family.removesuffix('Text')}ForCausalLM"
+    model = getattr(transformers, name)(config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or ".ln_" in name:
                 parameter.copy_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
-            elif "lm_head" in name or name.endswith("gate.weight"):
+            elif parameter.dim() == 1 or "_proj_bias" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+            elif "experts." in name and family == "GptOss":  # else left at what the library reserves
+                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+            elif ("lm_head" in name and not tied) or name.endswith(("gate.weight", "router.weight")):
                 parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
     model = model.to(getattr(torch, dtype))
     model.config.dtype = getattr(torch, dtype)
@@ -120,11 +161,11 @@ class Trainer:
                 text=True,
             )
 
-    def trace(self, checkpoint: Path, dtype: str, tokens: Sequence[Sequence[int]], out: Path, *faults: str) -> Path:
-        """Trace transformers on these tokens into ``out``."""
+    def trace(self, checkpoint: Path, dtype: str, tokens: Sequence[Sequence[int]], out: Path, *faults: str, **options: Any) -> Path:
+        """Trace transformers on these tokens into ``out``. ``options``: more arguments of ``tracer.trace``, as plain data."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        job = {"checkpoint": str(checkpoint), "dtype": dtype, "tokens": list(tokens), "out": str(out), "faults": faults}
+        job = {"checkpoint": str(checkpoint), "dtype": dtype, "tokens": list(tokens), "out": str(out), "faults": faults, "options": options}
         print(json.dumps(job), file=self._process.stdin, flush=True)
         assert self._process.stdout.readline() == "done\n", self._log.read_text()[-6000:]
         return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import tracer
 from tests.vllm.conftest import Build, Pair
-from tests.vllm.engines import FAMILIES, generate, statuses
+from tests.vllm.engines import FAMILIES, OTHERS, generate, statuses
 from tracer.read.weight_report import WeightState, diff_weights
 
 pytestmark = pytest.mark.xdist_group("engine")  # one process, so that the engines are built once
@@ -38,6 +39,45 @@ def test_only_rounding_parts_the_two(pair: Pair, family: str, dtype: str) -> Non
     assert within.exit == 0, within.headline
     assert within.headline.startswith("Same on 33 of 36 rows")
     assert "3 never computed by B: last sampled token" in within.headline
+
+
+@pytest.mark.parametrize("family", [family for family in OTHERS if family != "Qwen3Next"])
+def test_other_families_part_by_rounding_alone(pair: Pair, family: str) -> None:
+    """Everything that the map binds is recorded, weights are equal however they are packed, stacked, turned or reordered, so are
+    the inputs, and nothing is larger than rounding."""
+    trainer, rollout = pair(family, OTHERS[family])
+    assert statuses(rollout, "vacuous") == statuses(rollout, "unresolved") == set()
+    weights = diff_weights(trainer, rollout)
+    assert weights.exit == 0
+    assert {line.state for line in weights.weights} <= {WeightState.IDENTICAL, WeightState.MISSING}
+    bitwise = tracer.diff_traces(trainer, rollout)
+    assert bitwise.first is not None
+    assert bitwise.first.boundary in ("layers.0.attn.q_rope", "layers.0.attn.core")
+    within = tracer.diff_traces(trainer, rollout, tolerance=tracer.Tolerance(relative=ROUNDING["float32"]))
+    assert within.exit == 0, within.headline
+    assert within.headline.startswith("Same on 33 of 36 rows")
+
+
+def test_linear_attention_parts_by_rounding_alone(pair: Pair) -> None:
+    """Qwen3-Next, in bfloat16, which is all that the engine's linear attention knows on the CPU: no value differs by more than
+    rounding; what differs is the dtype of one weight and of the routing weights, which the engine keeps in float32."""
+    trainer, rollout = pair("Qwen3Next", OTHERS["Qwen3Next"])
+    assert statuses(rollout, "vacuous") == statuses(rollout, "unresolved") == set()
+    differing = {line.name: line.state for line in diff_weights(trainer, rollout).weights if line.state is not WeightState.IDENTICAL}
+    assert {name: state for name, state in differing.items() if state is not WeightState.MISSING} == {
+        "layers.0.linear_attn.a_log": WeightState.DIFFERS
+    }
+    assert set(differing) == {"layers.0.linear_attn.a_log", "rope.inv_freq", "rope.original_inv_freq", *_engine_buffers(differing)}
+    within = tracer.diff_traces(trainer, rollout, tolerance=tracer.Tolerance(relative=0.3))
+    assert within.exit == 1
+    assert {(finding.code.value, finding.boundary) for finding in within.findings if finding.code.value.endswith("-differs")} == {
+        ("weight-differs", "layers.0.linear_attn.a_log"),
+        *(("dtype-differs", f"layers.{layer}.moe.topk_weights") for layer in (0, 1)),
+    }
+
+
+def _engine_buffers(names: Iterable[str]) -> set[str]:
+    return {name for name in names if name.endswith((".attn.rope_table", "_scale"))}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,4 +1,4 @@
-"""``tracer map list | show NAME | check NAME --config CONFIG.json``: boundary maps, before any run."""
+"""``tracer map list | show NAME | check NAME --config FILE | suggest --config FILE``: boundary maps, before any run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tracer.record.map_entries import Binding, BoundaryMap
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Boundary maps: list, show, and check one against a model's config.", no_args_is_help=True)
+app = typer.Typer(help="Boundary maps: list and show them, check one against a model's config, suggest one.", no_args_is_help=True)
 
 _Name = Annotated[str, typer.Argument(help="Name of a map, or path to a YAML file.")]
 _Host = Annotated[str, typer.Option("--host", help="Framework; by default the first one the map has bindings for.")]
@@ -82,6 +82,23 @@ def check(
     _echo_reasons(plan)
     typer.echo(plan.summary)
     raise typer.Exit(2 if plan.unresolved or foreign else 0)
+
+
+@app.command()
+def suggest(
+    config: Annotated[Path, typer.Option("--config", help="The model's config.json, or a folder with one.")],
+    out: Annotated[Path | None, typer.Option("--out", help="The file to write; it must not exist. By default FAMILY.yaml.")] = None,
+    family: Annotated[str, typer.Option("--family", help="Name of the map; by default the config's model type.")] = "",
+) -> None:
+    """Draft a map for an unknown decoder: build it small from its config, run one forward, and write what its numbers show."""
+    host = _building_host()
+    suggesting = importlib.import_module(f"tracer.hosts.{host}_suggest")
+    draft = suggesting.suggest_map(suggesting.small_model(config), family)
+    target = draft.save(out or Path(f"{draft.family}.yaml"))
+    typer.echo(f"{len(draft.found)} boundaries found, each with its evidence in {target}")
+    for text in draft.missing:
+        typer.echo(f"not found: {text}")
+    typer.echo(f"now check it: tracer map check {target} --config {config}")
 
 
 def _building_host() -> str:

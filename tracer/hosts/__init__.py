@@ -8,6 +8,7 @@ A host module has two functions: ``claims(model) -> bool``, which must not impor
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
 import operator
 from collections.abc import Mapping
@@ -16,9 +17,10 @@ from typing import Any, cast
 from tracer.errors import Code, HostError, UsageError
 from tracer.format.schema import Axis
 from tracer.record.host import Host, Mesh
+from tracer.record.map_draft import MapDraft
 from tracer.record.remote import Processes
 
-__all__ = ["HOST_NAMES", "find_host", "find_processes"]
+__all__ = ["HOST_NAMES", "find_host", "find_processes", "suggest_map"]
 
 _MODULES = {"transformers": "tracer.hosts.transformers", "megatron": "tracer.hosts.megatron", "vllm": "tracer.hosts.vllm"}
 
@@ -93,6 +95,26 @@ def find_processes(model: Any, host: str | Host | None = None) -> Processes | No
         if look is not None and (found := look(model)) is not None:
             return cast("Processes", found)
     return None
+
+
+def suggest_map(model: Any, family: str = "") -> MapDraft:
+    """A boundary map for the class of ``model``, drafted from one tiny forward: ``draft.text`` is YAML with the evidence for every
+    guess, ``draft.missing`` what was not found, ``draft.save(path)`` writes a new file. The model is not changed.
+
+    ``family``: name of the map; by default the model's type. Raises HostError (host-unknown; host-unsupported: a host that cannot
+    run a forward by itself), MapError map-unfit (no stack of layers is seen), UsageError bad-argument (dropout is active)."""
+    for name in _MODULES:
+        if _load(name).claims(model):
+            if importlib.util.find_spec(f"tracer.hosts.{name}_suggest") is None:
+                raise HostError(
+                    Code.HOST_UNSUPPORTED,
+                    f"a map cannot be suggested for host {name}: it runs no forward by itself",
+                    found=type(model).__name__,
+                    remedy="suggest one for the same model in transformers, and add a section for this host by hand",
+                )
+            return cast("MapDraft", importlib.import_module(f"tracer.hosts.{name}_suggest").suggest_map(model, family))
+    find_host(model)
+    raise AssertionError("a host claims what no host claims")
 
 
 def _load(name: str) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -24,9 +25,10 @@ from tracer.hosts.transformers_conditions import model_conditions
 from tracer.hosts.transformers_inputs import InputReader, logit_rows
 from tracer.hosts.transformers_placement import Placer, attention_columns
 from tracer.hosts.transformers_sequences import CacheHistory, Labelled, SequenceTracker
-from tracer.hosts.transformers_taps import ATTENTION, GENERATE, CacheWatch, cache_length
+from tracer.hosts.transformers_taps import ATTENTION, GENERATE, CacheWatch, ModuleListeners, cache_length, convolutions
 from tracer.record.boundaries import Source
 from tracer.record.host import Forward, HostParameter, Mesh, Placement, Rows, SkippedForward, TapSink
+from tracer.record.map_entries import ROW_AXES, layout_axes
 from tracer.record.tokens import SequenceRegistry
 
 __all__ = ["TransformersHost", "claims", "create"]
@@ -35,6 +37,9 @@ BoolArray = npt.NDArray[np.bool_]
 
 _WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
 """Where torch.compile, FSDP1, checkpoint_wrapper and DDP keep what they wrap."""
+
+_ADAPTED = ("base_model", "model")
+"""Where PEFT keeps the model: its own model holds a tuner, which holds the library's."""
 
 _CACHE_NAMES = ("cache", "past_key_values")
 
@@ -55,6 +60,14 @@ def create(model: torch.nn.Module, mesh: Mesh | None) -> TransformersHost:
             expected="a PreTrainedModel, wrapped or not",
             found=f"{type(model).__module__}.{type(model).__qualname__}",
             remedy="pass the transformers model itself",
+        )
+    config: Any = cast("Any", _unwrap(model)).config
+    if getattr(config, "is_encoder_decoder", False):
+        raise HostError(
+            Code.HOST_UNSUPPORTED,
+            "encoder-decoder models are not covered: a token of the decoder depends on a second sequence, which a token key cannot say",
+            found=type(_unwrap(model)).__name__,
+            remedy="trace a decoder-only model",
         )
     # accelerate keeps what it offloads on the meta device between calls, and has a hook there
     if all(parameter.is_meta for parameter in model.parameters()) and not any(hasattr(module, "_hf_hook") for module in model.modules()):
@@ -99,7 +112,7 @@ class TransformersHost:
         self._logit_modules = {path for path, module in self._modules.items() if module is head}
         self._registry: SequenceRegistry | None = None
         self._forwards = 0
-        self._past = 0
+        self._past = self._columns = 0
 
     # what there is
 
@@ -111,7 +124,7 @@ class TransformersHost:
         return self._model  # type: ignore[no-any-return]
 
     def root_class(self) -> str:
-        return _class_name(self._model)
+        return _library_class(self._model).__name__
 
     def modules(self) -> Mapping[str, torch.nn.Module]:
         return self._modules
@@ -125,9 +138,18 @@ class TransformersHost:
             named = [(False, *item) for item in module._parameters.items()] + [(True, *item) for item in module._buffers.items()]
             for buffer, name, tensor in named:
                 if tensor is not None:
-                    parameter = _host_parameter(f"{path}.{name}" if path else name, tensor, buffer, path in flattened)
+                    owner = self._adapted_path(path)
+                    parameter = _host_parameter(f"{owner}.{name}" if owner else name, tensor, buffer, path in flattened)
                     if parameter.tensor is None or parameter.tensor.numel() or not tensor.numel():
                         yield self._same_part(parameter)
+            if "_packed_params" in module._modules and "weight" not in module._parameters:
+                shape = (int(module.out_features), int(module.in_features))  # type: ignore[arg-type]
+                yield HostParameter(f"{path}.weight", None, shape, unknown="packed by its quantized operator")
+
+    def _adapted_path(self, path: str) -> str:
+        """Path of a module as it is without an adapter around it."""
+        outer, _, own = path.rpartition(".")
+        return outer if own == "base_layer" and _is_adapter(self._modules[outer]) else path
 
     def _same_part(self, parameter: HostParameter) -> HostParameter:
         """The part that was shown the first time, where FSDP has gathered the whole since and not let it go yet."""
@@ -141,7 +163,7 @@ class TransformersHost:
         return replace(parameter, tensor=tensor, spans=spans)
 
     def conditions(self) -> dict[str, Any]:
-        return model_conditions(self._model, self._modules, _class_name(self._model))
+        return model_conditions(self._model, self._modules, self.root_class())
 
     def compiled_reason(self, module_path: str) -> str:
         remedy = 'run the traced call under torch.compiler.set_stance("force_eager"), or trace the model uncompiled'
@@ -187,7 +209,7 @@ class TransformersHost:
             labelled = self._tracker.label_by_position(call, sequences)
         self._registry = sequences
         self._forwards += 1
-        self._past = past
+        self._past, self._columns = past, columns
         kept_BS, rows_with_logits = logit_rows(given.get("logits_to_keep"), labelled.rows, batch, columns)
         return Forward(
             rows=labelled.rows,
@@ -207,7 +229,7 @@ class TransformersHost:
 
     def leaf_rows(self, forward: Forward, source: Source, row_shape: tuple[int, ...]) -> Rows | None:
         state: _State = forward.state
-        count = int(np.prod(row_shape))
+        count = math.prod(row_shape) // _experts(source.layout, row_shape)
         logits = source.module in self._logit_modules or (source.module == "" and "logits" in source.leaf)
         rows = state.logit_rows if logits and state.logit_rows is not None else forward.rows
         return rows if count == len(rows) else self._split_rows(rows, state, row_shape)
@@ -234,30 +256,40 @@ class TransformersHost:
 
     @contextlib.contextmanager
     def taps(self, sources: Iterable[Source], sink: TapSink) -> Iterator[None]:
-        """Tap ``attention``: leaves q, k, v (this call's tokens only) and output of the modules in ``sources``. Caches and
-        ``generate`` are followed while this context is open, so it is entered also where nothing is tapped."""
-        listeners: dict[torch.nn.Module, Callable[..., None]] = {}
+        """Tap ``attention``: leaves q, k, v (this call's tokens only) and output of the modules in ``sources``. Tap
+        ``convolution``: the output of a linear attention's. Caches and ``generate`` are followed while this context is open, so
+        it is entered also where nothing is tapped."""
+        heard: dict[ModuleListeners, dict[torch.nn.Module, Callable[..., None]]] = {}
         for source in sources:
             if not source.tap:
                 continue
-            if source.tap != "attention" or source.module not in self._modules:
+            module = self._modules.get(source.module)
+            places = self._tap_places(source.tap, module)
+            if module is None or not places:
                 raise MapError(
                     Code.MAP_UNFIT,
                     f"the transformers host has no tap {source.tap!r} on module {source.module!r}",
                     where=source.boundary,
-                    expected="tap: attention, on an attention module of the model",
+                    expected="tap: attention on an attention module of the model, convolution on a linear attention",
                 )
-            listeners[self._modules[source.module]] = self._listener(source.module, sink)
-        model = {self._model: self._generated}
+            for place in places:
+                heard.setdefault(place, {})[module] = self._listener(source.module, sink)
+        heard[GENERATE] = {self._model: self._generated}
         self._caches.open()
-        ATTENTION.add(listeners)
-        GENERATE.add(model)
+        for place, listeners in heard.items():
+            place.add(listeners)
         try:
             yield
         finally:
-            GENERATE.remove(model)
-            ATTENTION.remove(listeners)
+            for place, listeners in reversed(heard.items()):
+                place.remove(listeners)
             self._caches.close()
+
+    def _tap_places(self, tap: str, module: torch.nn.Module | None) -> tuple[ModuleListeners, ...]:
+        """What to listen to for a tap on a module; nothing where there is no such tap."""
+        if tap == "convolution" and module is not None:
+            return convolutions(_library_class(module).__module__)
+        return (ATTENTION,) if tap == "attention" else ()
 
     def not_computed(self) -> Iterable[NotComputed]:
         return self._tracker.not_computed()
@@ -267,7 +299,9 @@ class TransformersHost:
 
         def listen(leaf: str, tensor: torch.Tensor) -> None:
             nonlocal columns
-            if leaf == "q":
+            if tensor.dim() == 3:  # of a convolution: what a cache kept stands before this call's tokens
+                tensor = tensor[:, :, -self._columns :]
+            elif leaf == "q":
                 columns = tensor.shape[2]
             elif leaf in ("k", "v"):  # what the cache gave back: this call's tokens end it, or lie inside a static one
                 held = tensor.shape[2]
@@ -293,8 +327,16 @@ def _is_library_model(module: torch.nn.Module) -> bool:
     return any(kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.") for kind in type(module).__mro__)
 
 
+def _is_adapter(module: torch.nn.Module) -> bool:
+    """Whether a module is PEFT's: its model, a tuner, or a layer that wraps one of the library's."""
+    return any(kind.__module__.startswith("peft.") for kind in type(module).__mro__)
+
+
 def _wrapped(module: torch.nn.Module) -> torch.nn.Module | None:
     """What ``module`` wraps, None where it is no wrapper."""
+    for attribute in _ADAPTED if _is_adapter(module) else ():
+        if attribute in module._modules:
+            return module._modules[attribute]
     for attribute in _WRAPPED:
         inner = module._modules.get(attribute)
         if inner is not None and (attribute != "module" or type(module).__name__ in ("DistributedDataParallel", "DataParallel")):
@@ -328,15 +370,22 @@ def _walk(root: torch.nn.Module) -> tuple[dict[str, torch.nn.Module], dict[str, 
     return modules, wrappers
 
 
+def _library_class(module: torch.nn.Module) -> type:
+    """Class as the library has it: FSDP2 makes a subclass of its own, ``FSDP<Class>``."""
+    return next(
+        kind for kind in type(module).__mro__ if kind.__module__.startswith("transformers.") or not kind.__name__.startswith("FSDP")
+    )
+
+
+def _experts(layout: str, row_shape: tuple[int, ...]) -> int:
+    """Rows per token of a leaf: as many as its expert axis says, else one."""
+    axes = [axis for dimension in layout_axes(layout) or () for axis in dimension if axis in ROW_AXES]
+    return max(row_shape[axes.index("e")], 1) if "e" in axes and len(axes) == len(row_shape) else 1
+
+
 def _is_compiled(function: Any) -> bool:
     """Whether ``torch.compile`` made it, be it the module's own or its class's (``torch.compiler.disable`` leaves the same mark)."""
     return hasattr(function, "_torchdynamo_orig_callable") and not getattr(function, "_torchdynamo_disable", False)
-
-
-def _class_name(module: torch.nn.Module) -> str:
-    """Class name as the library has it: FSDP2 makes a subclass of its own, ``FSDP<Class>``."""
-    kinds = [kind for kind in type(module).__mro__ if kind.__module__.startswith("transformers.") or not kind.__name__.startswith("FSDP")]
-    return kinds[0].__name__
 
 
 def _unsupported(what: str, found: str) -> HostError:

@@ -32,7 +32,25 @@ def model_conditions(model: Any, modules: Mapping[str, torch.nn.Module], class_n
         "mode": mode_of(modules),
         "dropout": active_dropout(modules),
         "quantization": plain(quantization.to_dict() if hasattr(quantization, "to_dict") else quantization),
+        "adapters": _adapters(modules),
         "use_cache": plain(getattr(text, "use_cache", "unknown")),
         "gradient_checkpointing": any(getattr(module, "gradient_checkpointing", False) for module in modules.values()),
         "attributes": module_attributes(modules),
     }
+
+
+def _adapters(modules: Mapping[str, torch.nn.Module]) -> Any:
+    """Active adapters of PEFT's layers: how many layers, merged into the weights or not, scale of each; ``none`` without any."""
+    layers = [module for module in modules.values() if hasattr(module, "base_layer") and hasattr(module, "active_adapters")]
+    if not layers:
+        return "none"
+    found: dict[str, Any] = {}
+    layer: Any
+    for layer in layers:
+        scales: Any = getattr(layer, "scaling", {})
+        for name in layer.active_adapters:
+            known = found.setdefault(str(name), {"layers": 0, "merged": 0, "scaling": []})
+            known["layers"] += 1
+            known["merged"] += name in getattr(layer, "merged_adapters", ())
+            known["scaling"] = sorted({*known["scaling"], *([scales[name]] if name in scales else [])})
+    return found

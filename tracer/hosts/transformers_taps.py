@@ -1,13 +1,15 @@
-"""What transformers does outside modules: the attention function, results of ``generate``, edits of key-value caches.
+"""What transformers does outside modules: the attention function, convolutions, results of ``generate``, edits of caches.
 
-All are seen by replacing a method on a *class* (``AttentionInterface.get_interface``, ``Cache.reorder_cache`` ...)
-while a trace is open; the last trace to close puts the originals back. Nothing is set on model, config or functions, so
-no attention or mask choice changes, copies of a cache stay independent, and a call is told apart by the module it is for.
+All are seen by replacing a method on a *class* (``AttentionInterface.get_interface``, ``Cache.reorder_cache`` ...), or a
+function of a modeling file, while a trace is open; the last trace to close puts the originals back. Nothing is set on model,
+config or functions, so no attention or mask choice changes, copies of a cache stay independent, and a call is told apart by
+the module it is for.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -18,7 +20,7 @@ import torch
 
 from tracer.hosts.transformers_sequences import CacheHistory
 
-__all__ = ["ATTENTION", "GENERATE", "CacheWatch", "ModuleListeners", "cache_length"]
+__all__ = ["ATTENTION", "GENERATE", "CacheWatch", "ModuleListeners", "cache_length", "convolutions"]
 
 _LOCK = threading.RLock()
 
@@ -26,8 +28,8 @@ _LOCK = threading.RLock()
 class ModuleListeners:
     """Who listens to which module, and a class method that is replaced while anyone does. ``add`` and ``remove`` in pairs."""
 
-    def __init__(self, owner: Callable[[], type], name: str, follow: Callable[[ModuleListeners, Callable[..., Any]], Callable[..., Any]]):
-        """``owner()``: the class whose method ``name`` becomes ``follow(self, original)``."""
+    def __init__(self, owner: Callable[[], Any], name: str, follow: Callable[[ModuleListeners, Callable[..., Any]], Callable[..., Any]]):
+        """``owner()``: the class, or modeling file, whose ``name`` becomes ``follow(self, original)``."""
         self._owner, self._name, self._follow = owner, name, follow
         self._original: Callable[..., Any] | None = None
         self._listeners: Mapping[Any, tuple[Callable[..., None], ...]] = {}  # replaced whole, never edited: readers take no lock
@@ -108,6 +110,26 @@ def _follow_generate(heard: ModuleListeners, original: Callable[..., Any]) -> Ca
         return result
 
     return generate
+
+
+def _follow_convolution(heard: ModuleListeners, original: Callable[..., Any]) -> Callable[..., Any]:
+    def convolution(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            for listener in heard.of(sys._getframe(1).f_locals.get("self")):
+                listener("output", result)
+        return result
+
+    return convolution
+
+
+@functools.cache
+def convolutions(modeling_file: str) -> tuple[ModuleListeners, ...]:
+    """Of a modeling file whose linear attention calls its convolution as a function: ``listener(leaf, tensor)`` hears what
+    comes out, (B, channels, columns); earlier columns, out of a cache, stand first. Empty where the file has none."""
+    names = ("causal_conv1d_fn", "causal_conv1d_update")  # prefill, one decoded token
+    file = sys.modules[modeling_file]
+    return tuple(ModuleListeners(lambda: file, name, _follow_convolution) for name in names if name in vars(file))
 
 
 ATTENTION = ModuleListeners(_attention_interface, "get_interface", _follow_attention)

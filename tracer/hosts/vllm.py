@@ -21,7 +21,7 @@ from tracer.errors import Code, HostError, MapError
 from tracer.format.schema import Axis, NotComputed
 from tracer.hosts.vllm_conditions import engine_conditions
 from tracer.hosts.vllm_driver import EngineWorkers, engine_workers, worker_of
-from tracer.hosts.vllm_layers import Heads, cut_evenly, experts_parallelism, heads_of, host_parameter, merged_spans
+from tracer.hosts.vllm_layers import Heads, as_in_checkpoint, cut_evenly, experts_parallelism, heads_of, host_parameter, merged_spans
 from tracer.hosts.vllm_loading import LoadedWeights, loaded_weights
 from tracer.hosts.vllm_rows import RequestTracker, padding_of, read_batch
 from tracer.record.boundaries import Source
@@ -32,6 +32,8 @@ __all__ = ["VllmHost", "claims", "create", "processes"]
 
 _RUNNERS = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 """Modules that define a ``GPUModelRunner``: V1, V2."""
+
+_ROUTER_LEAVES = ("ids", "weights", "scaled_weights")
 
 _DUMMY = "dummy, warm-up or profiling run of the engine"
 
@@ -96,9 +98,9 @@ class VllmHost:
         scope = f"dp={data}" if self._config.parallel_config.data_parallel_size > 1 else ""
         self._tracker = RequestTracker(scope, tuple(runner.requests))
         self._registry: SequenceRegistry | None = None
-        self._heads: dict[str, Heads] = {
-            path.rpartition(".")[0]: heads_of(module) for path, module in self._modules.items() if hasattr(module, "num_kv_head_replicas")
-        }
+        paired = hasattr(self._model, "permute_qk_weight_for_rotary")
+        packed = {path: module for path, module in self._modules.items() if hasattr(module, "num_kv_head_replicas")}
+        self._heads: dict[str, Heads] = {path.rpartition(".")[0]: heads_of(module, paired) for path, module in packed.items()}
         self._dummy = 0
         self._current: _State | None = None
 
@@ -118,14 +120,15 @@ class VllmHost:
 
     def parameters(self) -> Iterator[HostParameter]:
         loaded = loaded_weights(self._model)
-        first: dict[torch.nn.Module, str] = {}
+        first: dict[int, str] = {}
+        again: set[str] = set()
         for path, module in self._modules.items():
-            block = first.setdefault(module, path).rpartition(".")[0]
-            if first[module] != path and block and path.startswith(f"{block}."):
-                continue  # a second name inside the same block: mlp.gate is mlp.experts.gate too
+            if _named_again(first, module, path) or path.rpartition(".")[0] in again:
+                again.add(path)
+                continue
             named = [(False, *item) for item in module._parameters.items()] + [(True, *item) for item in module._buffers.items()]
             for buffer, name, tensor in named:
-                if tensor is not None:
+                if tensor is not None and not _named_again(first, tensor, path):
                     yield self._parameter(path, name, module, tensor, buffer, loaded)
         yield from self._tied_head(loaded)
 
@@ -143,6 +146,8 @@ class VllmHost:
     ) -> HostParameter:
         experts = experts_parallelism(module)
         plain = host_parameter(path, name, module, tensor, buffer, "", experts)
+        if hasattr(module, "num_kv_head_replicas"):
+            plain = as_in_checkpoint(plain, self._heads[path.rpartition(".")[0]])
         if loaded is not None:
             return loaded.as_loaded(plain, tensor)
         if name in ("w13_weight", "w2_weight") and not plain.unknown:
@@ -162,6 +167,12 @@ class VllmHost:
             f"vLLM compiled the model (mode {mode}, graphs {graphs}): no hook runs in a compiled or replayed region; "
             "build the engine eagerly: LLM(**tracer.vllm_options(), ...) or enforce_eager=True"
         )
+
+    def keeps_state(self) -> tuple[str, str] | None:
+        """A prefix cache keeps keys and values from one request to the next; also implements ``KeepsState``."""
+        if not self._config.cache_config.enable_prefix_caching:
+            return None
+        return "enable_prefix_caching=True", "build the engine with enable_prefix_caching=False for the diagnosis"
 
     # one forward
 
@@ -219,6 +230,9 @@ class VllmHost:
 
     def placement(self, source: Source, columns: int, leaf: torch.Tensor) -> Placement:
         axis = self._mesh.axis("tp")
+        heads = self._heads_above(source) if "tp" in dict(source.shard) else None
+        if heads is not None and heads.paired:
+            return heads.placement(source.boundary)
         if axis is None or axis.size == 1 or "tp" in source.replicated:
             return Placement(width=columns)
         if source.partial == "tp":
@@ -231,7 +245,7 @@ class VllmHost:
                 expected="tp under shard, replicated or partial",
             )
         module: Any = self._modules[source.module]
-        if (heads := self._heads_above(source)) is not None:
+        if heads is not None and heads.held(source.boundary) == columns:
             return heads.placement(source.boundary)
         sizes = getattr(module, "output_sizes", None)
         if sizes is not None and source.leaf.startswith("output") and sum(sizes) == columns * axis.size:
@@ -246,21 +260,25 @@ class VllmHost:
         return self._heads.get(path)
 
     def local_columns(self, boundary: str) -> int | None:
-        """Columns of q, k and v held here."""
+        """Columns of q, k and v, or of their latents, held here."""
         layer, _, name = boundary.rpartition(".attn.")
-        if name not in ("q", "k", "v"):
-            return None
         index = layer.rpartition(".")[2]
+        if name in ("q_latent", "kv_latent"):
+            end = f".{index}.self_attn.fused_qkv_a_proj"
+            fused: Any = next((module for path, module in self._modules.items() if path.endswith(end)), None)
+            return None if fused is None else int(fused.output_sizes[name == "kv_latent"])
+        if name not in ("q", "k", "v", "q_gate"):
+            return None
         heads = next((heads for path, heads in self._heads.items() if path.split(".")[-2:-1] == [index]), None)
         if heads is None:
             return None
-        _, (start, stop) = heads.of(boundary)
-        return stop - start
+        return heads.held(boundary)
 
     @contextlib.contextmanager
     def taps(self, sources: Iterable[Source], sink: TapSink) -> Iterator[None]:
-        """Tap ``router``: leaves ids and weights that the experts' router chose. Dummy runs are told apart, and what logits
-        are computed from is noted, for as long as this context is open, so it is entered also where nothing is tapped."""
+        """Tap ``router``: leaves ids and weights that the experts' router chose, and scaled_weights: times what the experts' sum is
+        scaled by afterwards. Dummy runs are told apart, and what logits are computed from is noted, for as long as this context
+        is open, so it is entered also where nothing is tapped."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._learn_last_ids)
             stack.enter_context(_replaced(self._runner, "_dummy_run", self._counting_dummies))
@@ -272,15 +290,16 @@ class VllmHost:
             yield
 
     def _router_tap(self, path: str, sources: list[Source], sink: TapSink) -> contextlib.AbstractContextManager[None]:
-        router = getattr(self._modules[path], "router", None)
-        wrong = next((source for source in sources if source.tap != "router" or source.leaf not in ("ids", "weights")), None)
+        experts: Any = self._modules[path]
+        router = getattr(experts, "router", None)
+        wrong = next((source for source in sources if source.tap != "router" or source.leaf not in _ROUTER_LEAVES), None)
         if wrong is not None or router is None or not hasattr(router, "_select_experts"):
             found = wrong or sources[0]
             raise MapError(
                 Code.MAP_UNFIT,
                 f"the vllm host has no tap {found.tap!r} with leaf {found.leaf!r} on module {path!r}",
                 where=found.boundary,
-                expected="tap: router with leaf ids or weights, on a mixture's experts",
+                expected=f"tap: router with leaf {', '.join(_ROUTER_LEAVES)}, on a mixture's experts",
             )
 
         def watching(choose: Callable[..., Any]) -> Callable[..., Any]:
@@ -288,6 +307,7 @@ class VllmHost:
                 weights, ids = choose(*args, **kwargs)
                 sink(path, "ids", ids)
                 sink(path, "weights", weights)
+                sink(path, "scaled_weights", weights * getattr(experts, "routed_scaling_factor", 1.0))
                 return weights, ids
 
             return chosen
@@ -318,6 +338,14 @@ class VllmHost:
         """The trace ends: tokens sampled since the last step began are known by now."""
         if self._registry is not None:
             self._tracker.learn_ids(self._registry)
+
+
+def _named_again(first: dict[int, str], held: object, path: str) -> bool:
+    """Whether a module or tensor has an earlier name inside the same block: mlp.gate is mlp.experts.gate too. ``first``: the path
+    of every one so far, kept up here."""
+    earlier = first.setdefault(id(held), path)
+    block = earlier.rpartition(".")[0]
+    return earlier != path and bool(block) and path.startswith(f"{block}.")
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int, int]:

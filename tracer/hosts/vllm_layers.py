@@ -10,7 +10,7 @@ Shape suffixes: none; spans count columns or rows of the whole.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,31 +18,41 @@ import torch
 from tracer.format.schema import Span
 from tracer.record.host import HostParameter, Placement
 
-__all__ = ["Heads", "cut_evenly", "experts_parallelism", "heads_of", "host_parameter", "merged_spans"]
+__all__ = ["Heads", "as_in_checkpoint", "cut_evenly", "experts_parallelism", "heads_of", "host_parameter", "merged_spans"]
 
 Spans = tuple[Span, ...]
 
 
 @dataclass(frozen=True)
 class Heads:
-    """One attention layer's heads. ``query``, ``key``, ``value``: columns of the whole and the span held here."""
+    """One attention layer's heads. ``query``, ``key``, ``value``: columns of the whole and the span held here. ``paired``: size of
+    a head of q and k where loading put its even columns before its odd ones (Llama 4), else 0."""
 
     query: tuple[int, Span]
     key: tuple[int, Span]
     value: tuple[int, Span]
+    paired: int = 0
 
     def of(self, boundary: str) -> tuple[int, Span]:
         """Columns and span of a boundary that is cut by heads."""
         name = boundary.rpartition(".")[2]
         return self.key if name.startswith("k") else self.value if name.startswith("v") else self.query
 
+    def held(self, boundary: str) -> int:
+        """Columns held here."""
+        _, (start, stop) = self.of(boundary)
+        return stop - start
+
     def placement(self, boundary: str) -> Placement:
         width, span = self.of(boundary)
+        if self.paired and boundary.rpartition(".")[2].startswith(("q", "k")):
+            return Placement(width, _even_then_odd(span, self.paired))
         return Placement(width, () if span == (0, width) else (span,))
 
 
-def heads_of(packed: Any) -> Heads:
-    """Heads of a ``QKVParallelLinear``: key and value heads are repeated where there are fewer than processes."""
+def heads_of(packed: Any, paired: bool = False) -> Heads:
+    """Heads of a ``QKVParallelLinear``: key and value heads are repeated where there are fewer than processes. ``paired``: loading
+    reordered the rows of q and k."""
 
     def held(heads: int, whole: int, size: int, index: int) -> tuple[int, Span]:
         return whole * size, (index * heads * size, (index + 1) * heads * size)
@@ -53,7 +63,26 @@ def heads_of(packed: Any) -> Heads:
         held(packed.num_heads, packed.total_num_heads, packed.head_size, packed.tp_rank),
         held(packed.num_kv_heads, packed.total_num_kv_heads, packed.head_size, shard),
         held(packed.num_kv_heads, packed.total_num_kv_heads, value_size, shard),
+        packed.head_size if paired else 0,
     )
+
+
+def _even_then_odd(span: Span, size: int) -> Spans:
+    """Columns of the checkpoint, in the order in which they are held: per head the even ones, then the odd ones."""
+    start, stop = span
+    return tuple((c, c + 1) for head in range(start, stop, size) for half in (0, 1) for c in range(head + half, head + size, 2))
+
+
+def as_in_checkpoint(parameter: HostParameter, heads: Heads) -> HostParameter:
+    """A packed projection's parameter, its rows counted as the checkpoint has them."""
+    if not heads.paired:
+        return parameter
+    starts = (0, heads.query[0], heads.query[0] + heads.key[0])
+    rows: Spans = ()
+    for start, (name, (_, (first, last))) in zip(starts, (("q", heads.query), ("k", heads.key), ("v", heads.value)), strict=True):
+        span = (start + first, start + last)
+        rows += (span,) if name == "v" else _even_then_odd(span, heads.paired)
+    return replace(parameter, spans=(rows, *(parameter.spans[1:] or ((),) * (len(parameter.shape) - 1))))
 
 
 def cut_evenly(whole: int, index: int, parts: int, start: int = 0) -> Spans:
@@ -107,16 +136,22 @@ def host_parameter(
 
 def _held(module: Any, name: str, tensor: torch.Tensor, experts: Mapping[str, int]) -> _Held | None:
     """What part of the whole a parameter is; None for one that every process has whole."""
-    if name not in ("weight", "bias", "w13_weight", "w2_weight"):
-        return None
-    if name in ("w13_weight", "w2_weight"):
+    if name in ("w13_weight", "w2_weight", "w13_bias", "w2_bias"):
         return _held_experts(module, name, experts)
+    if name == "sinks" and hasattr(module, "qkv_proj"):
+        width, (start, stop) = heads_of(module.qkv_proj).query
+        size = module.qkv_proj.head_size
+        return _Held((width // size,), (((start // size, stop // size),),), ((stop - start) // size,))
+    if name not in ("weight", "bias"):
+        return None
     if hasattr(module, "shard_indices"):
         return _held_vocabulary(module, name)
     kinds = {kind.__name__ for kind in type(module).__mro__}
     if not kinds & {"ColumnParallelLinear", "RowParallelLinear", "ReplicatedLinear"}:
         return None
     rank, size, inputs = module.tp_rank, module.tp_size, int(module.input_size)
+    if tensor.dim() > 2 and size == 1:  # a convolution's
+        return None
     rows: Spans
     if hasattr(module, "num_kv_head_replicas"):
         heads = heads_of(module)
@@ -156,15 +191,22 @@ def _held_vocabulary(module: Any, name: str) -> _Held:
 
 
 def _held_experts(module: Any, name: str, experts: Mapping[str, int]) -> _Held:
-    """Stacked experts: (expert, gate and up, hidden) and (expert, hidden, intermediate)."""
+    """Stacked experts: (expert, gate and up, hidden) and (expert, hidden, intermediate); GPT-OSS has biases too, and rows of gate
+    and up alternate."""
     rank, size = experts["tp_rank"], experts["tp_size"]
     count, local = int(module.global_num_experts), int(module.local_num_experts)
     hidden, part = int(module.hidden_size), int(module.intermediate_size_per_partition)
     numbers = _expert_numbers(module, count, local)
     whole = part * size
-    if name == "w13_weight":
-        gate_up = merged_spans((whole, whole), rank, size) if size > 1 else ((0, 2 * whole),)
-        return _Held((count, 2 * whole, hidden), (numbers, gate_up, ((0, hidden),)), (local, 2 * part, hidden), (whole, whole))
+    if name.startswith("w13"):
+        alternate = type(module).__name__ == "GptOssRoutedExperts"
+        pieces = (2 * whole,) if alternate else (whole, whole)
+        gate_up = merged_spans(pieces, rank, size) if size > 1 else ((0, 2 * whole),)
+        if name == "w13_bias":
+            return _Held((count, 2 * whole), (numbers, gate_up), (local, 2 * part))
+        return _Held((count, 2 * whole, hidden), (numbers, gate_up, ((0, hidden),)), (local, 2 * part, hidden), () if alternate else pieces)
+    if name == "w2_bias":
+        return _Held((count, hidden), (numbers, ((0, hidden),)), (local, hidden))
     return _Held((count, hidden, whole), (numbers, ((0, hidden),), cut_evenly(whole, rank, size)), (local, hidden, part))
 
 

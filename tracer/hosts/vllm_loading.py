@@ -60,8 +60,10 @@ class _Memory:
 
 @dataclass(eq=False)
 class LoadedWeights:
-    """What loading did to one model's parameters. ``failed``: why that is not known."""
+    """What loading did to one model's parameters. ``made``: those that came into being behind it, from others. ``failed``: why
+    that is not known."""
 
+    made: frozenset[str] = frozenset()
     repacked: dict[str, _Repacked] = field(default_factory=dict)
     failed: str = ""
 
@@ -69,6 +71,8 @@ class LoadedWeights:
         """The parameter with the rows it was loaded with, if it was repacked then and has not changed since."""
         if self.failed:
             return parameter if parameter.buffer else replace(parameter, tensor=None, unknown=self.failed)
+        if parameter.parameter in self.made:
+            return replace(parameter, buffer=True)  # no checkpoint has it
         known = self.repacked.get(parameter.parameter)
         if known is None:
             return parameter
@@ -99,6 +103,7 @@ def watch_loading() -> None:
     def watched(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         loaded = LoadedWeights()
         before: dict[str, _Loaded] = {}
+        names = _names(model)
         try:
             before = {parameter.parameter: _loaded(parameter) for parameter in _parameters(model)}
         except Exception as error:  # loading must go on
@@ -107,6 +112,7 @@ def watch_loading() -> None:
         try:
             if not loaded.failed:
                 loaded.repacked = dict(_changed(model, before))
+                loaded.made = _names(model) - names
         except Exception as error:
             loaded.failed = f"the weights could not be read after they were loaded: {type(error).__name__}: {error}"
         _LOADED[model] = loaded
@@ -114,6 +120,10 @@ def watch_loading() -> None:
 
     watched.watched_by_tracer = True  # type: ignore[attr-defined]
     base_loader.process_weights_after_loading = watched
+
+
+def _names(model: torch.nn.Module) -> frozenset[str]:
+    return frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
 
 
 def _parameters(model: torch.nn.Module) -> Iterator[HostParameter]:

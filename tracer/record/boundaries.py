@@ -38,7 +38,8 @@ class Source:
     ``Host.local_columns`` says, else in these proportions, else equal; this source takes the slice of ``boundary``.
     ``add``: a leaf added to this one, in the leaf's own dtype (deferred residual); None there means nothing to add.
     ``canonical_by``: ids boundary (perhaps this one) of the same module call whose ascending order, row by row,
-    reorders this boundary's columns. ``select``: columns ``start:stop`` of the leaf, taken first.
+    reorders this boundary's columns. ``select``: columns ``start:stop`` of the leaf, taken first. ``chosen``: the leaf has a
+    column per choice, 0 where not chosen; the ``ids`` of the chosen columns, ascending, or their ``values``.
     ``shard``: (mesh axis, layout axis it cuts), a column axis or, under sequence and context parallelism, a row axis.
     ``order``: (row axis, contiguous | zigzag). ``replicated``, ``partial``: mesh axes over which copies are equal, or
     values are partial sums. ``after_root``: the module runs once the root has returned, in calls that share out the rows;
@@ -59,6 +60,7 @@ class Source:
     add: str = ""
     canonical_by: str = ""
     select: str = ""
+    chosen: str = ""
     sizes: tuple[tuple[str, int], ...] = ()
     shard: tuple[tuple[str, str], ...] = ()
     order: tuple[tuple[str, str], ...] = ()
@@ -146,11 +148,22 @@ class Plan:
         )
 
     def name_weights(self, path: str) -> tuple[WeightRule, tuple[str, ...]] | None:
-        """The rule about the host's parameter at ``path`` and its semantic names; None where no rule is about it."""
+        """The rule about the host's parameter at ``path`` and its semantic names; None where no rule is about it.
+
+        What a wrapper or quantizer adds below a module whose weight has a name (``q_proj.lora_A.default.weight``,
+        ``q_proj.weight_scale_inv``) is named like it: ``layers.0.attn.q.lora_A.default.weight``."""
         for rule in self.weight_rules:
             names = rule.match(path)
             if names is not None:
                 return rule, names
+        parts = path.split(".")
+        for depth in range(len(parts) - 1, 0, -1):
+            owner = ".".join((*parts[:depth], "weight"))
+            for rule in self.weight_rules:
+                names = rule.match(owner) or ()
+                if len(names) == 1 and names[0].endswith(".weight") and "{" not in names[0]:
+                    name = f"{names[0].removesuffix('weight')}{'.'.join(parts[depth:])}"
+                    return WeightRule(path, (name,)), (name,)
         return None
 
     def with_weights(self, names: Iterable[str]) -> tuple[Boundary, ...]:
@@ -291,7 +304,7 @@ def _layer(index: int, section: HostBindings, modules: Mapping[str, str]) -> _La
     elsewhere = modules[_fill(section.layers, layer=str(index))] in section.elsewhere
     for group in () if elsewhere else section.kinds.values():
         paths = {kind: _fill(selector, layer=str(index)) for kind, selector in group.items()}
-        present = [kind for kind, path in paths.items() if path in modules]
+        present = [kind for kind, path in paths.items() if (path.removeprefix("!") in modules) != path.startswith("!")]
         if len(present) == 1:
             kinds.update(present)
         else:
@@ -423,6 +436,7 @@ def _sources(place: _Place, binding: Binding, section: HostBindings, modules: Ma
             add=binding.add,
             canonical_by=_fill(binding.canonical_order, layer=layer),
             select=binding.select,
+            chosen=binding.chosen,
             sizes=tuple(binding.sizes.items()),
             shard=tuple(binding.shard.items()),
             order=tuple(binding.order.items()),

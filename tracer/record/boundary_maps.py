@@ -302,15 +302,50 @@ def _host(raw: Any, path: Path, key: str) -> HostBindings:
 
 
 def _merge_host(base: HostBindings, own: HostBindings) -> HostBindings:
+    if own.moved:
+        base = _moved(base, own.moved)
     return HostBindings(
         classes=own.classes,
         layers=own.layers or base.layers,
+        moved={**base.moved, **own.moved},
         kinds={**base.kinds, **own.kinds},
         elsewhere=own.elsewhere or base.elsewhere,
         passthrough={**base.passthrough, **own.passthrough},
         bindings={**base.bindings, **own.bindings},
         weights={**base.weights, **own.weights},
     )
+
+
+def _moved(base: HostBindings, places: Mapping[str, str]) -> HostBindings:
+    """A section whose module paths begin elsewhere."""
+
+    def at(paths: str) -> str:
+        return "|".join(_moved_path(path, places) for path in paths.split("|"))
+
+    return msgspec.structs.replace(
+        base,
+        layers=at(base.layers),
+        kinds={group: {kind: at(path) for kind, path in members.items()} for group, members in base.kinds.items()},
+        bindings={
+            name: msgspec.structs.replace(
+                binding,
+                module=None if binding.module is None else at(binding.module),
+                parts=tuple(msgspec.structs.replace(part, module=at(part.module)) for part in binding.parts),
+            )
+            for name, binding in base.bindings.items()
+        },
+        weights={at(parameter): entry for parameter, entry in base.weights.items()},
+    )
+
+
+def _moved_path(path: str, places: Mapping[str, str]) -> str:
+    """``path`` with the longest of the moved beginnings replaced; the root stays the root."""
+    lacking, path = ("!", path[1:]) if path.startswith("!") else ("", path)
+    for old in sorted(places, key=len, reverse=True) if path else ():
+        if not old or path == old or path.startswith(f"{old}."):
+            rest = path[len(old) :].removeprefix(".")
+            return lacking + ".".join(part for part in (places[old], rest) if part)
+    return lacking + path
 
 
 def _items(raw: Any, path: Path, key: str) -> Iterator[tuple[str, Any]]:

@@ -64,6 +64,8 @@ def check_binding(binding: Binding, boundary: str, path: Path, key: str) -> None
         raise invalid(path, f"{key}.add", "a leaf such as output[1]", binding.add)
     if binding.select and not re.match(r"\d*:\d*\Z", binding.select):
         raise invalid(path, f"{key}.select", "columns as start:stop", binding.select)
+    if binding.chosen not in ("", "ids", "values"):
+        raise invalid(path, f"{key}.chosen", "ids or values", binding.chosen)
     if binding.split and boundary not in binding.split:
         raise invalid(path, f"{key}.split", f"a list with {boundary} in it", ", ".join(binding.split))
     if binding.shares and (len(binding.shares) != len(binding.split) or min(binding.shares) < 1):

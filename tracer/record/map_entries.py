@@ -96,6 +96,8 @@ class Binding(_Strict, frozen=True, kw_only=True):
     """Ids boundary of the same module whose ascending order reorders these columns."""
     select: str = ""
     """Columns of the leaf, ``start:stop``."""
+    chosen: str = ""
+    """The leaf has a column per choice, 0 where not chosen: ``ids`` of the chosen columns, ascending, or their ``values``."""
     sizes: dict[str, int] = {}
     """Sizes of layout axes, where the leaf's shape does not give them or must be checked."""
     shard: dict[str, str] = {}
@@ -133,8 +135,11 @@ class HostBindings(_Strict, frozen=True, kw_only=True):
     """Classes of the loaded root module that ``map="auto"`` takes this map for."""
     layers: str = ""
     """Module path of a layer, with ``{layer}``."""
+    moved: dict[str, str] = {}
+    """Module path as the bases have it -> where it is here (a language model inside a larger one); "" puts everything below."""
     kinds: dict[str, dict[str, str]] = {}
-    """Group -> kind -> module path that only layers of that kind have. A layer is of exactly one kind of each group."""
+    """Group -> kind -> module path that only layers of that kind have, ``!`` before it: that only they lack. A layer is of
+    exactly one kind of each group."""
     elsewhere: tuple[str, ...] = ()
     """Classes that stand in for modules of other pipeline stages."""
     passthrough: dict[str, str] = {}

@@ -16,6 +16,7 @@ from tracer.record.host import Host, Placement
 from tracer.record.snapshot import (
     Layout,
     LeafRoot,
+    chosen_columns,
     held_columns,
     leaf_paths,
     local_tensor,
@@ -65,6 +66,8 @@ class SourceReader:
         if source.split:
             sizes = [self._host.local_columns(name) for name in source.split]
             rows_NC = split_columns(rows_NC, source.split.index(source.boundary), sizes, source.shares, source.boundary)
+        if source.chosen:
+            rows_NC = chosen_columns(rows_NC, source.chosen, source.boundary)
         return rows_NC, row_shape
 
     def replaced(
@@ -94,7 +97,7 @@ class SourceReader:
         Raises MapError (map-layout) where its layout allows no view, or the boundary is only a part of the leaf."""
         source, values = self.source, local_tensor(copied)
         rows_NC, row_shape = self.layout.to_rows(values, source.boundary, forward_rows)
-        if source.split or source.select or source.parts > 1 or source.tap or rows_NC.data_ptr() != values.data_ptr():
+        if source.split or source.select or source.chosen or source.parts > 1 or source.tap or rows_NC.data_ptr() != values.data_ptr():
             raise MapError(
                 Code.MAP_LAYOUT,
                 f"{source.boundary} cannot be replaced: its rows are no view of one leaf",

@@ -27,6 +27,7 @@ __all__ = [
     "Layout",
     "LeafPath",
     "LeafRoot",
+    "chosen_columns",
     "held_columns",
     "leaf_paths",
     "local_tensor",
@@ -213,7 +214,8 @@ class Layout:
         """Axes of one dimension that stay together: all of them if they are all rows or all columns, else row axes
         singly and columns between them together."""
         if len({axis in ROW_AXES for axis in axes}) < 2:
-            single = bool(axes) and axes[0] in ROW_AXES and sum(axis not in self._sizes for axis in axes) < 2
+            unknown_axes = sum(axis not in self._sizes for axis in axes)
+            single = bool(axes) and axes[0] in ROW_AXES and (unknown_axes < 2 or (unknown_axes == 2 and "e" in axes))
             return tuple((axis,) for axis in axes) if single else (axes,)
         groups: list[tuple[str, ...]] = []
         for axis in axes:
@@ -235,7 +237,8 @@ class Layout:
         """Rows and columns of a plain tensor: (N, C), and the sizes of the row axes, whose product is N. A view where the
         layout allows.
 
-        ``forward_rows``: rows of the whole forward, for a broadcast axis and for rows folded into a dimension with columns.
+        ``forward_rows``: rows of the whole forward, for a broadcast axis and for rows folded into a dimension with columns or
+        experts.
 
         Raises MapError (map-layout) naming boundary, layout and shape where they do not fit."""
         if leaf.dim() != len(self._dimensions):
@@ -261,7 +264,7 @@ class Layout:
             known = [math.prod(self._sizes.get(axis, 1) for axis in group) for group in groups]
             open_groups = [n for n, group in enumerate(groups) if any(axis not in self._sizes for axis in group)]
             if len(open_groups) == 2:
-                row = next(n for n in open_groups if groups[n][0] in ROW_AXES)
+                row = next(n for n in open_groups if groups[n][0] in ROW_AXES and groups[n][0] != "e")
                 open_groups.remove(row)
                 known[row] = forward_rows
             product = math.prod(known)
@@ -290,6 +293,25 @@ def select_columns(rows_NC: torch.Tensor, select: str) -> torch.Tensor:
     """Columns ``start:stop`` of the leaf; a view."""
     start, stop = (int(edge) if edge else None for edge in select.split(":"))
     return rows_NC[:, start:stop]
+
+
+def chosen_columns(rows_NC: torch.Tensor, what: str, boundary: str) -> torch.Tensor:
+    """Of rows with a column per choice, 0 where not chosen: the ``ids`` (int64) of the chosen columns, ascending, or their
+    ``values``. (N, K).
+
+    Raises MapError (map-layout) where rows have unequal numbers of choices: then the zeros do not tell them."""
+    chosen_NC = rows_NC != 0
+    count_N = chosen_NC.sum(1)
+    least, most = (int(count_N.min()), int(count_N.max())) if len(count_N) else (0, 0)
+    if least != most:
+        raise MapError(
+            Code.MAP_LAYOUT,
+            f"the chosen columns of {boundary} cannot be told from zeros",
+            expected="as many columns other than 0 in every row",
+            found=f"{least} to {most}",
+        )
+    ids_NK = chosen_NC.nonzero()[:, 1].reshape(len(rows_NC), most)
+    return ids_NK if what == "ids" else rows_NC.gather(1, ids_NK)
 
 
 def split_columns(rows_NC: torch.Tensor, index: int, sizes: Sequence[int | None], shares: Sequence[int], boundary: str) -> torch.Tensor:
