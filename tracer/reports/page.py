@@ -16,6 +16,7 @@ import msgspec
 
 from tracer.errors import Code, UsageError, visible
 from tracer.read.findings import BoundaryOutcome, DiffResult, Kind
+from tracer.read.wording import count
 from tracer.reports.charts import Chart, distance_curve, token_map_chart
 from tracer.reports.view import Block, Facts, Headline, Items, Table, view_diff
 from tracer.reports.writing import write_whole
@@ -117,9 +118,11 @@ def _flips(result: DiffResult) -> list[Section]:
         for boundary in apart
         for flip in boundary.flips
     ]
-    notes = [(boundary.name, f"{boundary.rows_above_floor or boundary.rows_differing} tokens: {boundary.text}") for boundary in apart]
-    hidden = sum((boundary.rows_above_floor or boundary.rows_differing) - len(boundary.flips) for boundary in apart)
-    table = Table(("boundary", "token", "A chose", "B chose"), tuple(lines), rest=f"and {hidden} more tokens" if hidden else "")
+    tokens = [boundary.rows_above_floor or boundary.rows_differing for boundary in apart]
+    notes = [(boundary.name, f"{count(number, 'token')}: {boundary.text}") for boundary, number in zip(apart, tokens, strict=True)]
+    hidden = sum(tokens) - len(lines)
+    rest = f"and {count(hidden, 'more token')}" if hidden else ""
+    table = Table(("boundary", "token", "A chose", "B chose"), tuple(lines), rest=rest)
     caption = "Choices that differ, the first tokens of each boundary. In brackets: what only that side chose."
     return [Section("flips", "Routing flips", (Facts(tuple(notes)), table), caption)]
 
