@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +16,11 @@ import pytest
 import torch
 
 import tracer
+from tests.trace_files import edit_manifest
 from tracer.errors import Code, SessionError, UsageError
 from tracer.hosts.demo_model import build_pair, find_fault
 from tracer.read.findings import Class
-from tracer.sessions.archive import RunStatus, write_state
+from tracer.sessions.archive import RunStatus, locked
 from tracer.sessions.bisection import Bisection, Session, SessionStatus, Stage, StepStatus, bisect_traces
 
 FIRST = "layers.2.moe.topk_weights"
@@ -134,56 +137,49 @@ def test_commands_reach_the_same_answer(recorded: Path, tmp_path: Path) -> None:
         assert (bisection.archive.path(run) / "stderr.log").exists()
 
 
-class Killed(BaseException):
-    """The process is gone."""
-
-
-def test_killed_at_every_write_it_resumes_to_the_same_answer(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever a process dies, another one goes on from there: same answer, no folder used twice, no run lost from the index."""
-    write, count, limit = write_state, 0, 0
-
-    def dying(file: Path, state: Any) -> None:
-        nonlocal count
-        count += 1
-        if count == limit:
-            raise Killed
-        write(file, state)
-
-    for module in ("tracer.sessions.bisection", "tracer.sessions.archive"):
-        monkeypatch.setattr(f"{module}.write_state", dying)
+def test_killed_at_every_state_transition_it_resumes_to_the_same_answer(recorded: Path, tmp_path: Path) -> None:
+    """SIGKILL right before and right after every kind of write of the state, one process after another: the last one ends with the same
+    answer, no folder is used twice and no run is lost from the index."""
     whole = Bisection.start(tmp_path / "whole", session_of(recorded))
     whole.run()
-    writes = count
-    assert writes > 20
-    for limit in range(2, writes + 1, 3):
-        count = 0
-        folder = tmp_path / f"killed-{limit}"
-        with pytest.raises(Killed):
-            Bisection.start(folder, session_of(recorded)).run()
-        limit = 0
-        again = Bisection(folder)
-        again.run()
-        assert again.session.said == whole.session.said
-        assert [step.first for step in again.session.valid()] == [step.first for step in whole.session.valid()]
-        listed = {run.folder for run in again.archive}
-        assert listed <= {entry.name for entry in folder.iterdir()}
+    folder = tmp_path / "s"
+    Bisection.start(folder, session_of(recorded))
+    assert killed(folder) > 60
+    ended = Bisection(folder)
+    assert ended.session.status is SessionStatus.DONE
+    assert (ended.session.said, ended.session.exit) == (whole.session.said, whole.session.exit)
+    assert [step.first for step in ended.session.valid()] == [step.first for step in whole.session.valid()]
+    runs = list(ended.archive)
+    assert len({run.folder for run in runs}) == len(runs)
+    assert {run.folder for run in runs} <= {entry.name for entry in folder.iterdir()}
+    assert {run.status for run in runs} == {RunStatus.DONE, RunStatus.INTERRUPTED}
+
+
+def killed(folder: Path, most: int = 10_000) -> int:
+    """How many processes died of a session."""
+    command = [sys.executable, "-m", "tests.killed_sessions", str(folder), str(most)]
+    done = subprocess.run(command, cwd=Path(tracer.__file__).parents[1], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return int(done.stdout.splitlines()[-1])
 
 
 def test_a_killed_process_is_resumed(recorded: Path, tmp_path: Path) -> None:
     """SIGKILL while a command runs: its folder stays, its run is marked, and another process ends the session."""
     folder, gate = tmp_path / "s", tmp_path / "gate"
-    command = replaying(recorded, "b", before=f"until [ -e {gate} ]; do sleep 0.05; done")
+    command = replaying(recorded, "b", before=f"touch {gate}-reached; until [ -e {gate} ]; do sleep 0.05; done")
     Bisection.start(folder, session_of(recorded, command_b=command))
     process = subprocess.Popen([sys.executable, "-m", "tracer", "bisect", "run", str(folder)], cwd=Path(tracer.__file__).parents[1])
     deadline = time.monotonic() + 60
-    while not list(folder.glob("*-coarse-b")) and time.monotonic() < deadline:
+    while not gate.with_name("gate-reached").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
     gate.touch()
-    bisection = Bisection(folder)
-    assert bisection.run().status is SessionStatus.DONE
-    assert sorted(run.status.value for run in bisection.archive if run.purpose == "coarse-b") == ["done", "interrupted"]
+    session = Bisection(folder)
+    assert session.run().status is SessionStatus.DONE
+    second = [run for run in session.archive if run.purpose == "coarse-b"]
+    assert [run.status for run in second] == [RunStatus.INTERRUPTED, RunStatus.DONE]
+    assert "processes that it had started were ended" in second[0].reason
 
 
 @pytest.mark.parametrize(
@@ -192,14 +188,16 @@ def test_a_killed_process_is_resumed(recorded: Path, tmp_path: Path) -> None:
         ("echo out of memory >&2; exit 3", RunStatus.FAILED, "out of memory"),
         ("sleep 60", RunStatus.TIMED_OUT, "budget"),
         ("exit 0", RunStatus.NO_TRACE, "wrote no trace"),
+        ('TRACER_OUT="$TRACER_OUT-elsewhere"; mkdir "$TRACER_OUT"; exit 0', RunStatus.NO_TRACE, "TRACER_OUT"),
+        ('mkdir "$TRACER_OUT"; exit 0', RunStatus.NO_TRACE, "no trace"),
     ],
-    ids=["crash", "hang", "silent"],
+    ids=["crash", "hang", "silent", "elsewhere", "empty"],
 )
 def test_a_step_that_fails_stops_the_session(before: str, status: RunStatus, says: str, recorded: Path, tmp_path: Path) -> None:
     """A crash, a hang and a command that traces nothing stop the session with the reason; mended, it goes on where it stopped."""
     mended = tmp_path / "mended"
     command = replaying(recorded, "b", before=f"if [ ! -e {mended} ]; then {before}; fi")
-    bisection = Bisection.start(tmp_path / "s", session_of(recorded, command_b=command, budget_seconds=1.5))
+    bisection = Bisection.start(tmp_path / "s", session_of(recorded, command_b=command, budget_seconds=1))
     session = bisection.run()
     assert session.status is SessionStatus.STOPPED
     assert session.exit == 2
@@ -211,37 +209,150 @@ def test_a_step_that_fails_stops_the_session(before: str, status: RunStatus, say
     assert Bisection(tmp_path / "s").run().status is SessionStatus.DONE
 
 
-def test_a_vacuous_trace_stops_the_session(recorded: Path, tmp_path: Path) -> None:
-    """A compiled model runs no hook: the session says so instead of comparing what is left."""
+@pytest.mark.parametrize("layer", [1, None], ids=["a layer", "everything"])
+def test_a_vacuous_trace_stops_the_session(layer: int | None, tmp_path: Path) -> None:
+    """Where hooks of a layer never ran, or the model was never called, the session says so instead of comparing what is left."""
     run_a, _ = sides("none")
     pair = build_pair(find_fault("none"))
-    pair.b.model.layers[1] = torch.compile(pair.b.model.layers[1], backend="eager")
-    with torch.no_grad():
-        pair.b(**pair.inputs_b)
+    if layer is not None:  # what a compiled or captured layer does: it runs, and calls no hook
+        chosen = pair.b.model.layers[layer]
+        chosen.__class__ = type("Unhooked", (type(chosen),), {"__call__": lambda self, *given, **named: self.forward(*given, **named)})
 
     def run_b(**options: Any) -> None:
         with torch.no_grad(), tracer.trace(pair.b, **options):
-            pair.b(**pair.inputs_b)
+            if layer is not None:
+                pair.b(**pair.inputs_b)
 
     with pytest.raises(SessionError) as error:
         bisect_traces(run_a, run_b, folder=tmp_path / "s")
     assert error.value.code is Code.SESSION_STOPPED
-    assert "vacuous" in error.value.what
+    assert "side B of step 1 vacuous" in error.value.what
 
 
-def test_other_weights_stop_the_session(recorded: Path, tmp_path: Path) -> None:
-    """A side that does not hold the weights of the step before is not frozen: the session stops and says which side."""
-    run_a, _ = sides()
-    pair = build_pair(find_fault("routing-weights"))
+def other_policy(manifest: dict[str, Any]) -> None:
+    manifest["policies"] = [{"version": "8", "forward": 0}]
+
+
+def other_weights(manifest: dict[str, Any]) -> None:
+    manifest["weights"][0]["digest"] = ["0" * 16, "1" * 16]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (other_weights, "side B does not hold the weights of step 1"),
+        (other_policy, "side B ran with another policy version than in step 1 (none, now 8)"),
+        (lambda manifest: manifest["conditions"].update(image="sha256:2"), "side B ran with another image than in step 1"),
+        (lambda manifest: manifest.update(weights=[], weights_mode="none"), "nothing proves they stay the same"),
+        (lambda manifest: manifest.update(weights_after="changed"), "its weights changed while it was recorded"),
+        (lambda manifest: manifest["conditions"].update(optimizer_steps=2), "an optimizer stepped 2 times"),
+    ],
+    ids=["weights", "policy", "image", "no weights", "changed", "optimizer"],
+)
+def test_frozen_means_proven(change: Callable[[Any], object], says: str, recorded: Path, tmp_path: Path) -> None:
+    """A side that in a later step is not what it was stops the session with the reason, again and again until it is mended; then the
+    session reaches its answer, and the run that proved nothing is marked."""
+    shutil.copytree(recorded / "0004-fine-b" / "trace", tmp_path / "other")
+    edit_manifest(tmp_path / "other" / "shard-00000", change)
+    mended = tmp_path / "mended"
+    after = f'if [ $stage = fine ] && [ ! -e {mended} ]; then cp -r {tmp_path / "other"} "$TRACER_OUT"; exit; fi'
+    session = Bisection.start(tmp_path / "s", session_of(recorded, command_b=replaying(recorded, "b", after=after)))
+    for _ in range(2):
+        assert session.run().status is SessionStatus.STOPPED
+        assert says in session.session.said
+    mended.touch()
+    assert session.run().status is SessionStatus.DONE
+    assert [step.first for step in session.session.valid()] == ["layers.2.residual", FIRST, FIRST]
+    bad = [run for run in session.archive if run.purpose == "fine-b"][:2]
+    assert all(run.invalidated or run.status is not RunStatus.DONE for run in bad)
+
+
+def test_sides_that_cannot_be_compared_are_run_again(recorded: Path, tmp_path: Path) -> None:
+    """Where a comparison could not tell, the session stops, and after the mending both sides run anew."""
+    _, run_b = sides()
+    run_b(out=tmp_path / "part", level=0, boundaries=["embedding"])
+    mended = tmp_path / "mended"
+    after = f'if [ ! -e {mended} ]; then cp -r {tmp_path / "part"} "$TRACER_OUT"; exit; fi'
+    session = Bisection.start(tmp_path / "s", session_of(recorded, command_b=replaying(recorded, "b", after=after)))
+    assert session.run().status is SessionStatus.STOPPED
+    assert session.session.said.startswith("Could not tell")
+    mended.touch()
+    assert session.run().status is SessionStatus.DONE
+    assert [run.purpose for run in session.archive][:4] == ["coarse-a", "coarse-b", "coarse-a", "coarse-b"]
+    assert all("Could not tell" in run.invalidated for run in list(session.archive)[:2])
+
+
+def test_a_tolerance_is_part_of_the_session(recorded: Path, tmp_path: Path) -> None:
+    """Sides within the tolerance are the same after one step; a floor and a tolerance are kept with the session."""
+    session = Bisection.start(tmp_path / "s", session_of(recorded, tolerance="relative=10"))
+    assert session.run().status is SessionStatus.DONE
+    assert (session.session.exit, len(session.session.steps)) == (0, 1)
+    sides()[0](out=tmp_path / "again", level=2)
+    floored = session_of(recorded, floor_a=(str(tmp_path / "again"),))
+    session = Bisection.start(tmp_path / "f", floored)
+    assert session.run().exit == 1
+    result = session.result()
+    assert result is not None
+    assert any(boundary.floor is not None for boundary in result.boundaries)
+    no_floor = Bisection.start(tmp_path / "n", session_of(recorded, floor_a=(str(tmp_path / "gone"),)))
+    with pytest.raises(UsageError):
+        no_floor.run()
+    assert no_floor.session.status is SessionStatus.STOPPED
+
+
+def test_a_full_disk_stops_the_session(recorded: Path, tmp_path: Path) -> None:
+    """Where the state cannot be written the session says so; with room again it goes on from what is on disk."""
+    folder = tmp_path / "s"
+    session = Bisection.start(folder, session_of(recorded))
+    session.next()
+    full = folder / f".session.json.{os.getpid()}.tmp"
+    full.symlink_to("/dev/full")
+    with pytest.raises(SessionError, match="No space left"):
+        session.run()
+    full.unlink()
+    assert Bisection(folder).run().status is SessionStatus.DONE
+
+
+def test_two_workers_on_one_session(recorded: Path, tmp_path: Path) -> None:
+    """While one process works on a session, run, skip and reset of another are refused, and looking at it is not."""
+    session = Bisection.start(tmp_path / "s", session_of(recorded))
+    session.next()
+    with locked(tmp_path / "s"):
+        for call in (session.run, session.reset, lambda: session.skip("embedding")):
+            with pytest.raises(UsageError) as error:
+                call()
+            assert error.value.code is Code.SESSION_BUSY
+        assert Bisection(tmp_path / "s").result() is not None
+    assert session.run().status is SessionStatus.DONE
+
+
+def test_a_reset_in_the_middle_of_a_step(recorded: Path, tmp_path: Path) -> None:
+    """A session whose process died in a step can be reset: the search begins anew, in new folders, with the same answer."""
+    folder = tmp_path / "s"
+    Bisection.start(folder, session_of(recorded)).next()
+    assert killed(folder, 9) == 9
+    session = Bisection(folder)
+    assert session.session.steps[-1].status is StepStatus.RUNNING
+    session.reset()
+    assert session.run().said.startswith(f"First divergence: {FIRST}")
+    assert [step.invalidated for step in session.session.steps][-3:] == ["", "", ""]
+    assert session.session.steps[0].invalidated == "the session was reset"
+
+
+def test_a_side_that_raises_is_a_failed_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a callable raises reaches its caller as it is; the session keeps it as the reason, without secrets."""
+    monkeypatch.setenv("HUB_TOKEN", "verysecret123")
+    run_a, _ = sides("none")
 
     def run_b(**options: Any) -> None:
-        with torch.no_grad(), tracer.trace(pair.b, **options):
-            pair.b(**pair.inputs_b)
-        with torch.no_grad():
-            pair.b.lm_head.weight[0, 0] += 1
+        raise OSError("denied with verysecret123")
 
-    with pytest.raises(SessionError, match="side B does not hold the weights of step 1"):
+    with pytest.raises(OSError, match="denied with verysecret123"):
         bisect_traces(run_a, run_b, folder=tmp_path / "s")
+    session = Bisection(tmp_path / "s")
+    assert session.session.status is SessionStatus.STOPPED
+    assert session.session.said == "side B of step 1 failed: OSError: denied with <redacted>"
+    assert [run.status for run in session.archive] == [RunStatus.DONE, RunStatus.FAILED]
 
 
 def test_a_side_that_does_not_repeat_itself_stops_the_session(tmp_path: Path) -> None:
@@ -292,16 +403,44 @@ def test_skip_and_reset_keep_what_was(recorded: Path, tmp_path: Path) -> None:
 
 
 def test_secrets_are_not_kept(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that prints a secret of its environment leaves no trace of it in the folder."""
+    """A command that prints its environment, a key of several lines, an argument and a traceback leaves no secret in the folder."""
     monkeypatch.setenv("HUB_TOKEN", "verysecret123")
-    command = replaying(recorded, "a", before='echo "token $HUB_TOKEN"; echo "$HUB_TOKEN" >&2')
-    bisection = Bisection.start(tmp_path / "s", session_of(recorded, command_a=command))
-    bisection.run()
-    logs = list((tmp_path / "s").rglob("*.log"))
-    assert any("token <redacted>" in log.read_text() for log in logs)
+    monkeypatch.setenv("SIGNING_KEY", "-----BEGIN\nfirstline\nsecondline\n-----END")
+    raising = """python3 -c 'import os; raise ValueError("with " + os.environ["HUB_TOKEN"])' --api-key "$HUB_TOKEN" || true"""
+    before = f'echo "token $HUB_TOKEN"; env; env >&2; echo "$SIGNING_KEY"; {raising}'
+    command = f'{replaying(recorded, "a", before=before)}; echo "last $HUB_TOKEN" >&2; [ ! -e {tmp_path / "fail"} ]'
+    (tmp_path / "fail").touch()
+    session = Bisection.start(tmp_path / "s", session_of(recorded, command_a=command))
+    assert session.run().said.startswith("side A of step 1 failed: exit status 1: last <redacted>")
+    (tmp_path / "fail").unlink()
+    assert session.run().status is SessionStatus.DONE
+    logs = "".join(log.read_text() for log in (tmp_path / "s").rglob("*.log"))
+    assert "token <redacted>" in logs
+    assert "ValueError: with <redacted>" in logs
     for file in (tmp_path / "s").rglob("*"):
         if file.is_file():
-            assert b"verysecret123" not in file.read_bytes(), file
+            content = file.read_bytes()
+            assert not [word for word in (b"verysecret123", b"firstline", b"secondline") if word in content], file
+
+
+@pytest.mark.parametrize("command", ["HF_TOKEN=abcdef1 run", "run -v --api-key abcdef1", "run --api-key='abcdef 1'", "run verysecret123"])
+def test_a_command_with_a_secret_is_refused(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session keeps its commands, so one with a secret written into it, or put in by the shell, is refused without repeating it."""
+    monkeypatch.setenv("HUB_TOKEN", "verysecret123")
+    with pytest.raises(UsageError) as error:
+        Bisection.start(tmp_path / "s", Session(command_a="true", command_b=command, cwd="/"))
+    assert "$NAME" in error.value.remedy
+    assert not any(secret in str(error.value) for secret in ("abcdef", "verysecret"))
+    assert not (tmp_path / "s").exists()
+    Bisection.start(tmp_path / "s", Session(command_a="HF_TOKEN=$HUB_TOKEN run --api-key $KEY --max-tokens 100000", command_b="x", cwd="/"))
+
+
+@pytest.mark.parametrize(("field", "value"), [("tolerance", "ulps=4"), ("tolerance", "much"), ("budget_seconds", float("nan"))])
+def test_bad_limits_are_refused(field: str, value: Any, recorded: Path, tmp_path: Path) -> None:
+    """A tolerance that cannot hold before the last step, one that cannot be read and a budget that is no time are refused at the start."""
+    with pytest.raises(UsageError):
+        Bisection.start(tmp_path / "s", session_of(recorded, **{field: value}))
+    assert not (tmp_path / "s").exists()
 
 
 def test_bad_folders_are_refused(recorded: Path, tmp_path: Path) -> None:
@@ -315,7 +454,12 @@ def test_bad_folders_are_refused(recorded: Path, tmp_path: Path) -> None:
         Bisection(tmp_path / "used")
     assert error.value.code is Code.NOT_A_SESSION
     Bisection.start(tmp_path / "s", session_of(recorded))
-    (tmp_path / "s" / "session.json").write_text("{")
+    state = tmp_path / "s" / "session.json"
+    for damaged in ("{", state.read_text().replace('"command_a"', '"command_c"'), state.read_text().replace("{", '{"version": 2,', 1)):
+        state.write_text(damaged)
+        with pytest.raises(UsageError) as error:
+            Bisection(tmp_path / "s")
+        assert error.value.code is Code.SESSION_DAMAGED
     with pytest.raises(UsageError) as error:
-        Bisection(tmp_path / "s")
-    assert error.value.code is Code.SESSION_DAMAGED
+        Bisection(state)
+    assert error.value.code is Code.NOT_A_SESSION

@@ -57,6 +57,23 @@ def test_compare(honest: Path, offset: Path, tmp_path: Path, capsys: pytest.Capt
     assert run_tracer("scores", "compare", offset, "--pass-mark", "0.5") == 0
 
 
+def test_pages(offset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``--html`` and ``report`` on the saved JSON give one page, for a comparison and for an update; a refusal leaves its reason."""
+    saved, direct, later = tmp_path / "out.json", tmp_path / "direct.html", tmp_path / "later.html"
+    assert run_tracer("scores", "compare", offset, "--json", saved, "--html", direct) == 1
+    assert run_tracer("report", saved, "--html", later) == 0
+    assert direct.read_bytes() == later.read_bytes()
+    batch, old, new = logits()
+    before = write_scores(tmp_path / "before.safetensors", sides(batch, old, old, "6"))
+    after = write_scores(tmp_path / "after.safetensors", sides(batch, old, new, "7"))
+    assert run_tracer("scores", "update", before, after, "--json", saved, "--html", direct) == 1
+    assert run_tracer("report", saved, "--html", later) == 0
+    assert direct.read_bytes() == later.read_bytes()
+    assert run_tracer("scores", "compare", offset, offset, "--html", direct) == 2
+    assert "scores-twice" in direct.read_text()
+    capsys.readouterr()
+
+
 def test_all_and_log_lines(offset: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """--all leaves nothing out; --log prints lines for a log."""
     assert run_tracer("scores", "compare", offset, "--all", "--log", "run=nightly", "--log", "step=7") == 1

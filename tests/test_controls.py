@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 import tracer
 from tests.tiny_models import make_ids, make_model
-from tracer.errors import Code, UsageError
+from tests.trace_files import edit_manifest
+from tracer.errors import Code, SessionError, UsageError
 from tracer.sessions.archive import Archive, RunStatus
 from tracer.sessions.controls import Controls, Effect, Variant, load_controls, preview, run_controls, template_names
 
@@ -105,6 +109,16 @@ def test_nothing_is_overwritten(recorded: Path, tmp_path: Path) -> None:
     [
         ("command: x\nvariants: {a: {environment: {A: '1', B: '2'}}}", "one thing"),
         ("command: x\nvariants: {a: {enviroment: {A: '1'}}}", "enviroment"),
+        ("command: x\nvariants: {a: {arguments: --one 1 --two 2}}", "one thing"),
+        ("command: x\nvariants: {a: {arguments: --one 1, environment: {A: '1'}}}", "one thing"),
+        ("command: x\nenvironment: {A: '1'}\nvariants: {a: {environment: {A: '1'}}}", "changes nothing"),
+        ("command: x\nvariants: {a: {arguments: \"--one 'x\"}}", "cannot be read"),
+        ("command: x\nvariants:\n  a: {}\n  a: {arguments: --x}", "key 'a' is given twice"),
+        ("command: x\nbudget: 3\nvariants: {a: {}}", "budget"),
+        ("command: x\nbudget_seconds: -3\nvariants: {a: {}}", "a budget is a time"),
+        ("command: x\nbudget_seconds: .inf\nvariants: {a: {}}", "a budget is a time"),
+        ("command: x\ntarget: []\nvariants: {a: {}}", "no target"),
+        ("command: x\ntolerance: ulps=3\nvariants: {a: {}}", "ulps"),
         ("command: x\nvariants: {}", "nothing to run"),
         ("command: ''\nvariants: {a: {}}", "nothing to run"),
         ("variants: {a: {}}", "command"),
@@ -135,7 +149,61 @@ def test_templates_are_good_files(name: str) -> None:
     assert "s in all" in lines[-1]
 
 
-def test_the_preview_hides_secrets() -> None:
-    """A secret in the file's environment is not printed."""
-    controls = Controls(command="x", variants={"a": Variant()}, environment={"HUB_TOKEN": "hunter2hunter2"})
-    assert "hunter2hunter2" not in "\n".join(preview(controls))
+def test_secrets_are_neither_shown_nor_kept(recorded: Path, tmp_path: Path) -> None:
+    """A secret in the file's environment, in a variant or in its arguments is not in the preview, the folder or the result."""
+    variants = {"a": Variant(environment={"OTHER_KEY": "hunter3hunter3"}), "b": Variant(arguments="--api-key hunter4hunter4")}
+    controls = controls_of(recorded, variants, environment={"HUB_TOKEN": "hunter2hunter2"}, continue_on_failure=True)
+    controls = msgspec.structs.replace(controls, command=controls.command + '; echo "$HUB_TOKEN $OTHER_KEY" #')
+    lines = list(preview(controls))
+    result = run_controls(controls, tmp_path / "c", lines.append)
+    assert [variant.effect for variant in result.variants] == [Effect.NONE, Effect.NONE]
+    assert "hunter" not in "\n".join(lines)
+    for file in (tmp_path / "c").rglob("*"):
+        if file.is_file():
+            assert b"hunter" not in file.read_bytes(), file
+
+
+def test_a_variable_that_is_set_already_changes_nothing(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variant that gives a variable the value it has is a repeat, and is called one."""
+    monkeypatch.setenv("THREADS", "1")
+    controls = controls_of(recorded, {"one": Variant(environment={"THREADS": "1"})})
+    assert run_controls(controls, tmp_path / "c").variants[0].changes == "nothing (THREADS=1 already)"
+
+
+def test_a_tolerance_says_what_counts_as_moving(recorded: Path, tmp_path: Path) -> None:
+    """What a variant moves by less than the file's tolerance is no effect."""
+    variants = {"scale": side("scaled")}
+    assert run_controls(controls_of(recorded, variants, tolerance="relative=10"), tmp_path / "c").variants[0].effect is Effect.NONE
+    named = run_controls(controls_of(recorded, variants, tolerance="layers.77.attn.out=1"), tmp_path / "d")
+    assert named.variants[0].effect is Effect.UNKNOWN
+
+
+@pytest.mark.parametrize("changed", ["policy", "image"])
+def test_another_policy_or_image_is_no_effect_of_a_variable(changed: str, recorded: Path, tmp_path: Path) -> None:
+    """A variant that ran with another policy version or image than the base proves nothing about its variable."""
+    other = Path(shutil.copytree(recorded / "scaled", tmp_path / "other"))
+
+    def change(manifest: dict[str, Any]) -> None:
+        if changed == "policy":
+            manifest["policies"] = [{"version": "8", "forward": 0}]
+        else:
+            manifest["conditions"]["image"] = "sha256:2"
+
+    edit_manifest(other / "shard-00000", change)
+    command = f'if [ "$SIDE" ]; then cp -r {other} "$TRACER_OUT"; else cp -r {recorded / "base"} "$TRACER_OUT"; fi'
+    result = run_controls(Controls(command=command, variants={"other": side("other")}), tmp_path / "c")
+    assert result.variants[0].effect is Effect.FAILED
+    assert "than the base" in result.variants[0].text
+
+
+def test_bad_folders_and_a_full_disk_are_named(recorded: Path, tmp_path: Path) -> None:
+    """A file in the folder's place is refused, and a result that cannot be written is an error that says why."""
+    (tmp_path / "file").touch()
+    controls = controls_of(recorded, {"repeat": Variant()})
+    with pytest.raises(UsageError) as error:
+        run_controls(controls, tmp_path / "file")
+    assert error.value.code is Code.OUT_IN_USE
+    for name in ("index.json", "controls.json"):
+        filling = f"{controls.command}; ln -sf /dev/full {tmp_path}/c-{name}/.{name}.{os.getpid()}.tmp"
+        with pytest.raises(SessionError, match="No space left"):
+            run_controls(msgspec.structs.replace(controls, command=filling), tmp_path / f"c-{name}")

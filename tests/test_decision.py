@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -291,3 +292,13 @@ def test_an_adapter_is_part_of_the_weights() -> None:
 
 def replace_adapter(info: ScoreInfo, name: str) -> ScoreInfo:
     return ScoreInfo(model=info.model, adapter="lora-1" if name[0] == "C" else "")
+
+
+def test_a_copy_proves_nothing() -> None:
+    """Where A and C are equal bit for bit and B is not, the report says that a copy would look the same."""
+    batch = make_batch()
+    batch.scores["C0"] = batch.scores["C1"] = batch.scores["A"]
+    for names in (("A", "B0", "B1", "C0", "C1"), ("A", "C0")):
+        copied = replace(batch, scores={name: batch.scores[name] for name in names})
+        assert any("as a copy would be" in text for text in copied.compare().decision.not_proven)
+    assert not any("copy" in text for text in make_batch(noise=0.0).compare().decision.not_proven)

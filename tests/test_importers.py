@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tracer.errors import Code, ScoreError
-from tracer.format.score_records import ScoreDefinition, ScoreInfo, ScoreKind, ScoreName, ScoreRecord, make_score
-from tracer.scores.importers import import_engine_json, import_pairs, import_slime, import_trl, import_verl
+from tracer.format.score_records import PolicySegment, ScoreDefinition, ScoreInfo, ScoreKind, ScoreName, ScoreRecord, make_score
+from tracer.scores.importers import import_areal, import_engine_json, import_pairs, import_slime, import_trl, import_verl
 
 RAW = ScoreInfo(definition=ScoreDefinition(kind=ScoreKind.RAW))
 IDS = [[11, 12, 13, 21, 22, 23], [14, 15, 24, 25]]
@@ -88,6 +88,44 @@ def test_trl() -> None:
     records = import_trl({**batch, "tool_mask": tool})
     check(records)
     assert masks(records) == [[False, True, True], [True, True]]
+
+
+def test_areal() -> None:
+    """An AReaL row holds prompt and response; the engine's scores lie at their tokens, the trainer's one earlier; versions are segments."""
+    tokens, attention, loss = (torch.zeros(2, 7, dtype=torch.int64) for _ in range(3))
+    a, c = torch.zeros(2, 7), torch.zeros(2, 7)
+    versions = torch.full((2, 7), -1)
+    for n, (ids, prompt) in enumerate(zip(IDS, PROMPTS, strict=True)):
+        tokens[n, : len(ids)], attention[n, : len(ids)] = torch.tensor(ids), 1
+        loss[n, prompt : len(ids)] = 1
+        a[n, prompt : len(ids)] = torch.tensor(A[n])
+        c[n, prompt - 1 : len(ids) - 1] = torch.tensor(C[n])
+        versions[n, prompt : len(ids)] = 4
+    versions[0, PROMPTS[0] + 2] = 5
+    batch = {"input_ids": tokens, "attention_mask": attention, "loss_mask": loss, "logprobs": a, "prox_logp": c, "versions": versions}
+    records = import_areal(batch)
+    check(records)
+    assert [(part.start, part.version) for part in records[0].scores[ScoreName.A].info.policies] == [(0, "4"), (2, "5")]
+    assert [(part.start, part.version) for part in records[1].scores[ScoreName.A].info.policies] == [(0, "4")]
+    loss[0, PROMPTS[0] + 1] = 0  # a tool wrote it
+    assert masks(import_areal(batch)) == [[True, False, True], [True, True]]
+    for wrong in ({"advantages": a}, {"attention_mask": attention.flip(1)}):
+        with pytest.raises(ScoreError) as refused:
+            import_areal({**batch, **wrong})
+        assert refused.value.code is Code.SCORES_IMPORT
+
+
+def test_a_batch_names_the_policy_of_a_whole_sample() -> None:
+    """slime's weight versions and verl's version span become A's policy where they are one number; what the caller says stands."""
+    batch = {"tokens": IDS, "response_lengths": [3, 2], "rollout_log_probs": A, "weight_versions": [["7", "7"], ["7", "8"]]}
+    first, second = (record.scores[ScoreName.A].info.policies for record in import_slime(batch))
+    assert ([part.version for part in first], second) == (["7"], ())
+    told = ScoreInfo(policies=(PolicySegment(start=0, version="9"),))
+    assert import_slime(batch, {"A": told})[0].scores[ScoreName.A].info == told
+    prompts, seen, responses, held, a, _ = padded()
+    verl = {"prompts": prompts, "responses": responses, "attention_mask": torch.cat([seen, held], dim=1), "rollout_log_probs": a}
+    records = import_verl({**verl, "param_version_start": np.array([3, 3]), "param_version_end": np.array([3, 4])})
+    assert [[part.version for part in record.scores[ScoreName.A].info.policies] for record in records] == [["3"], []]
 
 
 def test_slime() -> None:

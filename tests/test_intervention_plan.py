@@ -52,7 +52,7 @@ def test_what_the_host_cannot_show_is_not_changed(binding: str, tmp_path: Path) 
 
 
 def test_rows_that_are_no_view_are_refused_in_the_forward(tmp_path: Path) -> None:
-    """A layout that reorders columns cannot be written through: the forward raises and the trace is incomplete."""
+    """A layout that reorders columns cannot be written through: it is raised on leaving and the trace is incomplete."""
     model = SmallModel()
     text = MAP.replace(EMBEDDING, "embedding: {module: embed, layout: b c s}")
     with (

@@ -159,17 +159,33 @@ def test_feeding_refuses_what_it_cannot_do_right(fed: Path, tmp_path: Path) -> N
     assert "width" in refused(wider, SmallHost(wider), tmp_path, feed=feed, out=tmp_path / "v").what
 
 
-@pytest.mark.parametrize("told_by_the_map", [True, False])
-def test_sharded_columns_cannot_be_fed(told_by_the_map: bool, full: Full, tmp_path: Path) -> None:
-    """A process that holds a part of a block's columns refuses, before the run where the map tells and in it where the host does."""
+def test_sharded_columns_cannot_be_fed(full: Full, tmp_path: Path) -> None:
+    """Processes that hold parts of a block's columns refuse before the run where the map tells. Where only the host does, no forward
+    raises, for others may wait in a collective: every process says why on leaving, and the trace is incomplete."""
     stage = Stage(tmp_path)
     a = stage.play("a", full, Rank([padded(full, ["s0"])]), dump=BLOCK_INPUTS)
     halves = tensor_parallel([padded(full, ["s0"])], 2, lambda r: {"residual": cut((16 * r, 16 * r + 16), width=32)})
     bindings = {"layers.{layer}.residual": {"module": "layers.{layer}.residual", "layout": "b s c", "shard": {"tp": "c"}}}
     with pytest.raises(UsageError) as caught:
-        stage.play("b", full, halves, bindings=bindings if told_by_the_map else None, feed=a)
+        stage.play("b", full, halves, bindings=bindings, feed=a)
     assert caught.value.code is Code.INTERVENTION_REFUSED
-    assert (tmp_path / "b").exists() is not told_by_the_map
+    assert not (tmp_path / "b").exists()
+    halves = tensor_parallel([padded(full, ["s0"])], 2, lambda r: {"residual": cut((16 * r, 16 * r + 16), width=32)})
+    found = tracer.open_trace(stage.play("c", full, halves, feed=a)).findings
+    assert [finding.code.value for finding in found[:2]] == ["trace-incomplete"] * 2
+    assert "this process holds a part of its values" in found[0].text
+
+
+def test_rows_the_other_side_never_computed_keep_their_own(tmp_path: Path) -> None:
+    """A last token that the other side declares never computed is left alone and counted; one that later tokens read is refused."""
+    record(tmp_path, "a", dump=BLOCK_INPUTS, tokens=range(5))
+    model = SmallModel()
+    with torch.no_grad(), tracer.trace(model, map=small_map(tmp_path), out=tmp_path / "b", host=SmallHost(model), feed=tmp_path / "a") as t:
+        model(IDS[:1])
+    assert tracer.open_trace(t.path).manifest.interventions[0].endswith("(1 rows that the other side never computed keep their own)")
+    record(tmp_path, "gap", dump=BLOCK_INPUTS, tokens=[0, 1, 3, 4, 5])
+    error = refused(model, SmallHost(model), tmp_path, feed=tmp_path / "gap", out=tmp_path / "c")
+    assert "later ones read them" in error.what
 
 
 def test_recompute_under_checkpointing_is_refused(fed: Path, tmp_path: Path) -> None:

@@ -104,7 +104,8 @@ def test_single_tokens_and_one_sign_are_apart() -> None:
     far[500] = -3.0
     found = pair(x, far)
     assert (found.status, found.far, found.logprob_mae < 0.01) == (PairStatus.APART, 1, True)
-    assert pair(x, far, far_noise=1).status is PairStatus.AGREE
+    assert pair(x, far, tail_noise=1.5).status is PairStatus.AGREE
+    assert pair(x, far, tail_noise=0.2).status is PairStatus.APART
     one_sided = pair(x, x - 0.006)
     assert (one_sided.biased, one_sided.status) == (True, PairStatus.APART)
 

@@ -5,7 +5,8 @@ that name, for the commands that follow. In a ``console`` block every line that 
 it are what it must print (``...`` stands for anything; ``$ echo $?`` shows the exit code of the command before it).
 A block directly under ``<!-- not executed: REASON -->`` is skipped.
 
-The pages speak of the reader's own model in ``my-model``: here that is a tiny random Qwen3-MoE.
+The pages speak of the reader's own model in ``my-model``: here that is a tiny random Qwen3-MoE. The README's commands start
+like anybody's; those of the other pages are started by ``warm.py``, which has torch and transformers imported already.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +24,21 @@ import pytest
 import torch
 
 from tests.tiny_models import make_model
+from tests.warm import WarmPython
 
 ROOT = Path(__file__).resolve().parent.parent
-OWN_TEST = {"docs/how-to/trace-megatron.md", "docs/tutorial/trainer-against-rollout.md"}
+OWN_TEST = {
+    "docs/how-to/bisect-sharded.md", "docs/how-to/bisect-vllm.md", "docs/how-to/trace-megatron.md",
+    "docs/tutorial/trainer-against-rollout.md",
+}  # fmt: skip
 """Pages that another test runs, on a model of their own."""
 
 FOUND = sorted(str(path.relative_to(ROOT)) for door in ("tutorial", "how-to") for path in (ROOT / "docs" / door).glob("*.md"))
 PAGES = ["README.md", *(page for page in FOUND if page not in OWN_TEST)]
+
+COMMANDS = Path(sys.executable).parent
+"""This environment's, started like anybody's."""
+IMPORTED = ("torch._dynamo", "transformers.models.qwen3_moe.modeling_qwen3_moe", "torch.distributed.run", "tracer.hosts.transformers")
 
 pytestmark = [pytest.mark.host, pytest.mark.slow]
 
@@ -60,24 +70,33 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run as a reader would, with this environment's commands first on the path."""
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a ``python`` that has imported what the pages import."""
+    python = WarmPython(tmp_path_factory.mktemp("warm") / "python", IMPORTED)
+    yield python.bin
+    python.close()
+
+
+def run(command: list[str], folder: Path, commands: Path = COMMANDS) -> subprocess.CompletedProcess[str]:
+    """Run as a reader would, with ``commands`` and then this environment's first on the path."""
     environment = {
         **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join([str(commands), str(COMMANDS), os.environ["PATH"]]),
         "PYTHONPATH": str(ROOT),
         "HF_HUB_OFFLINE": "1",
         "COLUMNS": "160",
     }
-    return subprocess.run(command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.run(["env", *command], cwd=folder, env=environment, text=True, timeout=300, **both)  # type: ignore[call-overload,no-any-return]
 
 
-def run_console(block: Block, folder: Path, where: str) -> None:
+def run_console(block: Block, folder: Path, where: str, commands: Path = COMMANDS) -> None:
     """Run every command of a console block and compare what it prints with what the page shows."""
     status = 0
     for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
         command, _, wanted = part.partition("\n")
-        done = run(["bash", "-c", f"(exit {status}); {command}"], folder)
+        done = run(["bash", "-c", f"(exit {status}); {command}"], folder, commands)
         status = done.returncode
         flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
         if wanted.strip() and not doctest.OutputChecker().check_output(wanted, done.stdout, flags):
@@ -86,7 +105,7 @@ def run_console(block: Block, folder: Path, where: str) -> None:
             assert status in (0, 1), f"{where}: `{command}` ended with {status}\n{done.stdout}"
 
 
-def run_page(page: str, folder: Path) -> None:
+def run_page(page: str, folder: Path, commands: Path = COMMANDS) -> None:
     """Run every block of a page that is not marked as not executed."""
     for block in blocks(ROOT / page):
         where = f"{page}:{block.line}"
@@ -96,18 +115,24 @@ def run_page(page: str, folder: Path) -> None:
             case "python" | "yaml" if named := re.match(r"# (\w+\.(?:py|yaml))\n", block.text):
                 (folder / named[1]).write_text(block.text)
             case "python":
-                done = run([sys.executable, "-c", block.text], folder)
+                done = run(["python", "-c", block.text], folder, commands)
                 assert done.returncode == 0, f"{where}\n{done.stdout}"
             case "console":
-                run_console(block, folder, where)
+                run_console(block, folder, where, commands)
             case _:
                 continue
 
 
-@pytest.mark.parametrize("page", [PAGES[0], *(pytest.param(page, marks=pytest.mark.newest) for page in PAGES[1:])])
-def test_every_block_of_the_page_runs(page: str, folder: Path) -> None:
+def test_every_block_of_the_readme_runs(folder: Path) -> None:
+    """Everything the README tells the reader to run does run, and prints what it shows."""
+    run_page("README.md", folder)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("page", PAGES[1:])
+def test_every_block_of_the_page_runs(page: str, folder: Path, commands: Path) -> None:
     """Everything a page tells the reader to run does run, and prints what the page shows."""
-    run_page(page, folder)
+    run_page(page, folder, commands)
 
 
 def test_pages_with_a_test_of_their_own_have_it() -> None:
@@ -132,7 +157,7 @@ def test_make_targets_of_the_readme_exist() -> None:
     assert {target for target in targets if not re.search(rf"^{target}:", makefile, flags=re.MULTILINE)} == set()
 
 
-def test_every_call_of_trace_in_prose_works(folder: Path) -> None:
+def test_every_call_of_trace_in_prose_works(folder: Path, commands: Path) -> None:
     """Every ``trace(model, ...)`` that a page mentions in passing records a forward."""
     calls = sorted({call for page in PAGES for call in re.findall(r"`(trace\(model[^`]*\))`", (ROOT / page).read_text())})
     assert calls
@@ -140,6 +165,6 @@ def test_every_call_of_trace_in_prose_works(folder: Path) -> None:
     code += 'model = AutoModelForCausalLM.from_pretrained("my-model")\n'
     for number, call in enumerate(calls):
         code += f"with torch.no_grad(), {call.removesuffix(')')}, out='prose/{number}'): model(input_ids=torch.arange(20, 40)[None])\n"
-    done = run([sys.executable, "-c", code], folder)
+    done = run(["python", "-c", code], folder, commands)
     assert done.returncode == 0, done.stdout
     assert len(list((folder / "prose").glob("*/shard-00000/manifest.json"))) == len(calls)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tracer.format.redaction import redact_arguments, redact_values
+from tracer.format.redaction import redact_arguments, redact_command, redact_values
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,23 @@ def test_values_of_secret_variables_leave_a_text() -> None:
     environment = {"HUB_TOKEN": "abc123xyz", "MAX_TOKENS": "4096000", "API_KEY": "on", "HOME": "/srv/me"}
     text = "using abc123xyz on 4096000 in /srv/me with hf_" + "a" * 30
     assert redact_values(text, environment) == "using <redacted> on 4096000 in /srv/me with <redacted>"
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("HF_TOKEN=abcdef1 python x.py", "HF_TOKEN=<redacted> python x.py"),
+        ("python x.py --verbose --api-key 'abc def' --seed 3", "python x.py --verbose --api-key <redacted> --seed 3"),
+        ('A_SECRET="abcdef1" x; export B_TOKEN=abcdef1', "A_SECRET=<redacted> x; export B_TOKEN=<redacted>"),
+        ('HF_TOKEN=$T x --api-key "$KEY" --token ${T}', 'HF_TOKEN=$T x --api-key "$KEY" --token ${T}'),
+        ("x --max-tokens 1000000 --tokenizer org/name key.py", "x --max-tokens 1000000 --tokenizer org/name key.py"),
+    ],
+)
+def test_a_command_keeps_references_and_no_secret(command: str, expected: str) -> None:
+    """Secrets written into a shell command are replaced; references to variables and what only sounds like a secret stay."""
+    assert redact_command(command) == expected
+
+
+def test_a_secret_of_several_lines_leaves_a_log_line_by_line() -> None:
+    """A key of several lines is taken out of a text that shows one of its lines."""
+    assert redact_values("x secondline y", {"SIGNING_KEY": "firstline\nsecondline\n"}) == "x <redacted> y"

@@ -88,3 +88,13 @@ def test_zero_norms_and_missing_rows_are_told() -> None:
     other = ReferenceRows("float32", 2, np.array([3], np.uint64), None, None, zeros[:1])
     with pytest.raises(UsageError, match="no rows"):
         replay_rows(nn.Identity(), "y", rows, {"x": other}, run="r")
+
+
+def test_a_part_of_an_operator_is_refused(dump: Path) -> None:
+    """A module whose parameters are cut over processes gives a part of its rows: refused, with what to do."""
+    module = torch.nn.Linear(16, 16)
+    module.tp_size = 2  # type: ignore[assignment]
+    with pytest.raises(UsageError, match="cut over processes") as caught:
+        tracer.replay_operator(module, dump, "layers.1.mlp.out")
+    assert caught.value.code is Code.INTERVENTION_REFUSED
+    assert "one process" in caught.value.remedy

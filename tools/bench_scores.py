@@ -1,6 +1,8 @@
 """Time ``compare_scores`` on a million tokens: five scores, honest and with a fault, in memory and from a file.
 
-python tools/bench_scores.py [--tokens N] [--requests Q]
+A thousand long requests, and ten thousand short ones.
+
+python tools/bench_scores.py [--tokens N] [--requests Q ...]
 """
 
 from __future__ import annotations
@@ -39,11 +41,13 @@ def main() -> None:
     """Print seconds per case, best of three."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=1_000_000)
-    parser.add_argument("--requests", type=int, default=1_000)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1_000, 10_000])
     given = parser.parse_args()
+    cases = [(requests, *case) for requests in given.requests for case in (("honest", 0.0), ("constant offset on A", -0.1))]
     with tempfile.TemporaryDirectory() as folder:
-        for name, offset in (("honest", 0.0), ("constant offset on A", -0.1)):
-            made = records(given.tokens, given.requests, offset)
+        for requests, kind, offset in cases:
+            made = records(given.tokens, requests, offset)
+            name = f"{requests} x {given.tokens // requests}, {kind}"
             path = write_scores(Path(folder) / f"{name}.safetensors", made)
             for where, source in (("in memory", made), ("from a file", path)):
                 seconds = []

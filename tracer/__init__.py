@@ -120,7 +120,8 @@ def trace(
 
     Raises HostError (no host claims the model), UsageError (bad-argument: any argument). Entering raises MapError (the map is
     unknown, malformed or does not fit), UsageError (bad-argument, out-in-use, intervention-refused), CaptureError
-    (write-failed). A forward that an intervention cannot be carried out in raises UsageError (intervention-refused).
+    (write-failed). An intervention that a forward cannot carry out leaves that forward alone, makes the trace incomplete, and is
+    raised as UsageError (intervention-refused) on leaving; with several processes only if ``strict``, so that none waits for another.
     """
     from tracer.format.dumps import read_plan
     from tracer.hosts import find_host, find_processes
@@ -147,9 +148,9 @@ def trace(
         dump=dump,
         max_dump_bytes=max_dump_bytes,
         plan=None if plan is None else read_plan(plan),
-        against=None if against is None else _reference(against, values=False),
-        feed=None if feed is None else _reference(feed, values=True),
-        pin=None if pin is None else {glob: _reference(path, values=False) for glob, path in pin.items()},
+        against=None if against is None else open_reference(against, values=False),
+        feed=None if feed is None else open_reference(feed, values=True),
+        pin=None if pin is None else {glob: open_reference(path, values=False) for glob, path in pin.items()},
         perturb_ulps=perturb_ulps,
     )
     if (processes := find_processes(model, host)) is not None:
@@ -183,8 +184,9 @@ def replay_operator(
     return replay_rows(module, boundary, output, given, run=run, batched=batched, kwargs=kwargs)
 
 
-def _reference(path: str | os.PathLike[str], *, values: bool) -> Reference:
-    """Another trace, for use while recording. ``values``: with the bytes it has dumped."""
+def open_reference(path: str | os.PathLike[str], *, values: bool) -> Reference:
+    """Another trace, for use while recording: not for users, but for processes that record elsewhere. ``values``: with the bytes
+    it has dumped."""
     from tracer.read.references import make_reference
 
     return make_reference(path, values=values)

@@ -43,7 +43,9 @@ from transformers.distributed.configuration_utils import DistributedConfig
 import tracer.hosts.transformers
 from tests.ranks import run_world
 from tests.tiny_models import make_ids, make_model
-from tracer import trace
+from tracer import TracerError, diff_traces, open_trace, trace
+from tracer.format.dumps import DumpPlan, write_plan
+from tracer.read.dump_plans import make_dump_plan
 
 IMPORTED = (torch._dynamo, LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, tracer.hosts.transformers)
 """What every process would import at its first use."""
@@ -68,6 +70,8 @@ TWO = (
     "qwen3:fsdp_ckpt", "qwen3_moe:fsdp_ckpt_each", "llama:fsdp_ckpt", "qwen3_moe:fsdp_ckpt_reentrant_same", "llama:fsdp_ckpt_reentrant",
     "qwen3:fsdp_ckpt_wrapper", "qwen3:ddp", "llama:ddp", "qwen3:pp", "qwen3_moe:pp", "llama:pp", "qwen3:cp", "qwen3_moe:cp", "llama:cp",
     "llama:head_tp", "llama:head_tp_by_hand", "llama:torch_tp_model",
+    "qwen3_moe:evidence_tp", "qwen3_moe:evidence_tp_ep", "llama:evidence_torch_sp_dtensor", "llama:evidence_fsdp", "llama:evidence_pp",
+    "llama:evidence_cp",
     "qwen3:tp_levels", "qwen3:tp_outs", "qwen3:off", "qwen3:tp_counted", "llama:fsdp_counted", "llama:killed",
 )  # fmt: skip
 FOUR = (
@@ -76,6 +80,7 @@ FOUR = (
     "qwen3_moe:fsdp_tp_ep", "qwen3_moe:fsdp_tp_ep2", "qwen3_moe:fsdp_ep", "qwen3:pp", "llama:cp",
 )  # fmt: skip
 CASES = {1: ONE, 2: TWO, 4: FOUR}
+BLOCK_INPUTS = ["embedding", "layers.*.residual"]
 
 
 def world() -> int:
@@ -163,12 +168,13 @@ def forward(
     grad: bool = False,
     each: bool = False,
     between: Any = None,
+    dump: Any = None,
     **arguments: Any,
 ) -> None:
     """One traced forward, or one for each request; with a backward where asked. ``between``: gives the loss of an output.
     Neither the beginning of a trace nor its end runs a collective."""
     before = collectives()
-    with trace(model, out=out, strict=True, level=level) as t:
+    with trace(model, out=out, strict=True, level=level, dump=dump) as t:
         assert collectives() == before, "entering a trace ran a collective"
         for rows in [ids[n : n + 1] for n in range(len(ids))] if each else [ids]:
             t.requests(names_of(rows))
@@ -186,7 +192,7 @@ def whole(family: str, layout: str, out: Path) -> None:
     if not (MODELS / family).exists():
         name, changes = FAMILIES[family]
         make_model(name, **changes).save_pretrained(MODELS / family)
-    forward(load(family), out, IDS[:, :15] if "short" in layout else IDS, each="each" in layout)
+    forward(load(family), out, IDS[:, :15] if "short" in layout else IDS, each="each" in layout, dump=BLOCK_INPUTS)
 
 
 def library(family: str, layout: str, out: Path) -> None:
@@ -349,8 +355,57 @@ def killed(family: str, layout: str, out: Path) -> None:
             time.sleep(0.05)
 
 
+def evidence(family: str, layout: str, out: Path) -> None:
+    """A plan of the difference from one process, then a run under it and runs held to that one process, each in a folder beside
+    ``out``; errors that entering raises are written to ``out-NAME.rankN.json``. ``fsdp``: also a run in which process 1 is fed
+    tokens that the other side does not have, after which both go on."""
+    kind = layout.removeprefix("evidence_")
+    model = load(family, **({"distributed_config": config(kind)} if kind in ("tp", "tp_ep", "pp") else {}))
+    one, ids, mesh = ROOT / "1" / f"{family}-whole", IDS, None
+    given: dict[str, Any] = {"use_cache": False}
+    if kind == "torch_sp_dtensor":
+        parallelize_module(model, init_device_mesh("cpu", (world(),), mesh_dim_names=("tp",)), torch_plan(model, True, local=False))
+        columns = ids.shape[1]
+        given["position_ids"] = torch.arange(columns)[None]
+        given["attention_mask"] = torch.full((1, 1, columns, columns), torch.finfo(torch.float32).min).triu(1)
+    if kind == "fsdp":
+        shard_fully(model, init_device_mesh("cpu", (world(),), mesh_dim_names=("replicas",)))
+        ids = own_rows(rank(), world())
+    if kind == "cp":
+        mesh = {"cp": (rank(), world())}
+
+    def run(name: str, rows: torch.Tensor = ids, strict: bool = True, **options: Any) -> None:
+        try:
+            with trace(model, out=f"{out}-{name}", strict=strict, level=2, mesh=mesh, **options) as t, torch.no_grad():
+                t.requests(names_of(rows))
+                model(input_ids=rows, **given)
+        except TracerError as error:
+            Path(f"{out}-{name}.rank{rank()}.json").write_text(json.dumps([error.code.value, error.what, error.found, error.remedy]))
+        dist.barrier()
+
+    run("fed", feed=one)
+    if kind == "cp":
+        return
+    run("pinned" if "moe" in family else "nudged", **({"pin": {"*.moe.topk_ids": one}} if "moe" in family else {"perturb_ulps": 1}))
+    run("free")
+    plan, shared = Path(f"{out}.plan"), ROOT / "2" / "llama-evidence_torch_sp_dtensor.plan"
+    if rank() == 0 and kind in ("fsdp", "pp"):  # nothing differs there: another layout's plan, for the layer of the last stage
+        plan.write_text(shared.read_text().replace("layers.0.", "layers.1."))
+    elif rank() == 0:
+        a, b = open_trace(one), open_trace(f"{out}-free")
+        found = make_dump_plan(a, b, diff_traces(a, b))
+        assert isinstance(found, DumpPlan), found
+        write_plan(found, plan)
+    dist.barrier()
+    run("planned", plan=plan)
+    run("against", against=one)
+    if kind == "fsdp":
+        run("refused", ids + rank(), strict=False, feed=one)
+
+
 LAYOUTS: dict[str, Callable[[str, str, Path], None]] = {
     "whole": whole,
+    "evidence": evidence,
     "torch_fsdp": composed,
     "torch": parallelized,
     "head": head_only,

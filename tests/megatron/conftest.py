@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
 
 import pytest
+
+from tests.megatron.runs import record_all
 
 _ABSENT = "megatron-core is not installed; `make test-megatron` makes an environment that has it"
 
@@ -24,3 +27,9 @@ def megatron_core() -> None:
         if os.environ.get("CI") == "true":
             pytest.fail(_ABSENT)
         pytest.skip(_ABSENT)
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory, megatron_core: None) -> Path:
+    """Folder of one trace per layout."""
+    return record_all(tmp_path_factory.mktemp("megatron"))

@@ -2,7 +2,9 @@
 
 Keys of a layout: ``out``; ``gpt``: arguments of ``make_gpt``; ``weights``: of ``random_hf_weights``; ``load``: of ``load_hf``;
 ``trace``: of ``trace``; ``vocabulary``: of the host; ``data``: data-parallel ranks whose batches one process runs, one forward
-each; ``wrap``: put Megatron's own wrapper around the model; ``train``: with gradients, and a backward pass; ``scores``: record
+each; ``router_seed``: of noise on the routers; ``plan_of``: two traces beside ``out`` whose difference is the plan, ``plan_layer``:
+moved to that layer; ``refused``: entering raises, and the error is written to ``out.rankN``; options of ``trace`` that name other traces name those
+beside ``out``; ``wrap``: put Megatron's own wrapper around the model; ``train``: with gradients, and a backward pass; ``scores``: record
 log probabilities by hand, from the model's own ``loss`` or from the ``shard`` of the logits alone.
 """
 
@@ -24,8 +26,10 @@ from tests.ranks import run_world
 run_on_cpu()
 
 from tests.megatron.tiny_gpt import HIDDEN, batch, call, load_hf, make_gpt, random_hf_weights  # noqa: E402
-from tracer import trace  # noqa: E402
+from tracer import TracerError, diff_traces, open_trace, trace  # noqa: E402
+from tracer.format.dumps import DumpPlan, write_plan  # noqa: E402
 from tracer.hosts.megatron import MegatronHost  # noqa: E402
+from tracer.read.dump_plans import make_dump_plan  # noqa: E402
 
 
 def record(given: dict[str, Any]) -> None:
@@ -34,12 +38,22 @@ def record(given: dict[str, Any]) -> None:
 
     model: Any = make_gpt(**given.get("gpt", {}))
     load_hf(model, random_hf_weights(**given.get("weights", {})), **given.get("load", {}))
+    if "router_seed" in given:
+        noise = torch.Generator().manual_seed(given["router_seed"])
+        for layer in model.decoder.layers:
+            layer.mlp.router.weight.data += 0.05 * torch.randn(layer.mlp.router.weight.shape, generator=noise)
     host = MegatronHost(model, vocabulary=given["vocabulary"]) if "vocabulary" in given else None
     if given.get("wrap"):
         model = [wrapped(model)]
     outer = model[0] if isinstance(model, list) else model
     outer.train(given.get("train", False))
-    options = {"level": 2, **given.get("trace", {})}
+    options = {"level": 2, **given.get("trace", {}), **others(given)}
+    if given.get("refused"):
+        try:
+            trace(model, host=host, out=given["out"], strict=True, **options).__enter__()
+        except TracerError as error:
+            Path(f"{given['out']}.rank{dist.get_rank()}").write_text(f"{error.code.value}: {error.what}; {error.found}")
+        return
     with torch.set_grad_enabled(given.get("train", False)), trace(model, host=host, out=given["out"], strict=True, **options) as t:
         for rank in given.get("data", [groups.get_data_parallel_rank()]):
             t.requests([f"d{rank}p0", f"d{rank}p1"])
@@ -54,6 +68,25 @@ def record(given: dict[str, Any]) -> None:
                 output = per_shard_loss(outer, batch(rank))
             for n in range(2 if "scores" in given else 0):
                 t.record("scorer.logprobs", -output[n, :-1], sequence=f"d{rank}p{n}")
+
+
+def others(given: dict[str, Any]) -> dict[str, Any]:
+    """Options that name other traces, with their folders; the plan is made by process 0."""
+    folder, options = Path(given["out"]).parent, given.get("trace", {})
+    found: dict[str, Any] = {name: folder / options[name] for name in ("feed", "against") if name in options}
+    if "pin" in options:
+        found["pin"] = {glob: folder / name for glob, name in options["pin"].items()}
+    if "plan_of" in given:
+        found["plan"] = Path(f"{given['out']}.plan")
+        if dist.get_rank() == 0:
+            a, b = (open_trace(folder / name) for name in given["plan_of"])
+            plan = make_dump_plan(a, b, diff_traces(a, b))
+            assert isinstance(plan, DumpPlan), plan
+            write_plan(plan, found["plan"])
+            if "plan_layer" in given:
+                found["plan"].write_text(found["plan"].read_text().replace("layers.0.", f"layers.{given['plan_layer']}."))
+        dist.barrier()
+    return found
 
 
 def pipelined(model: Any, arguments: dict[str, Any]) -> Any:

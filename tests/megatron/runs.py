@@ -25,17 +25,19 @@ def _moe(**gpt: Any) -> dict[str, Any]:
 
 
 ONE: dict[str, dict[str, Any]] = {
-    "dense1": {},
+    "dense1": {"trace": {"dump": ["embedding", "layers.*.residual"]}},
     "rows1": {"trace": {"weights": "rows"}},
     "llama1": {"gpt": {"qk_norm": False}, "weights": {"qk_norm": False}},
     "groups1": {"gpt": {"groups": 2}, "weights": {"groups": 2}},
-    "moe1": _MOE,
+    "moe1": {**_MOE, "trace": {"dump": ["embedding", "layers.*.residual"]}},
     "data1": {"data": [0, 1]},
     "moe_data1": {**_MOE, "data": [0, 1]},
     "wrapped1": {"wrap": True},
     "other_rotary_base": {"gpt": {"rotary_base": 50000}, **_NO_WEIGHTS},
     "qkv_not_regrouped": {"load": {"regroup": False}, **_NO_WEIGHTS},
     "experts_shifted": {**_MOE, "load": {"expert_offset": 1}, **_NO_WEIGHTS},
+    "other_experts": {**_MOE, "router_seed": 1, **_NO_WEIGHTS},
+    "nudged1": {"data": [0, 1], "trace": {"perturb_ulps": 1}},
     "softmax_first": _moe(moe_router_pre_softmax=True),
     "recompute1": {"train": True, "gpt": _RECOMPUTE},
 }
@@ -57,6 +59,17 @@ TWO: dict[str, dict[str, Any]] = {
     "scores_of_loss": {"gpt": {"tp": 2}, "scores": "loss"},
     "scores_of_shard": {"gpt": {"tp": 2}, "scores": "shard"},
     "qkv_not_regrouped_tp2": {"gpt": {"tp": 2}, "load": {"regroup": False}, **_NO_WEIGHTS},
+    "fed_tp2_sp": {"gpt": {"tp": 2, "sequence_parallel": True}, "trace": {"feed": "dense1"}},
+    "fed_moe_tp2_sp_ep2": {**_moe(tp=2, sequence_parallel=True, ep=2), "trace": {"feed": "moe1"}},
+    "fed_pp2": {"gpt": {"pp": 2}, "trace": {"feed": "dense1"}, "refused": True},
+    "against_tp2_sp": {"gpt": {"tp": 2, "sequence_parallel": True}, "trace": {"against": "dense1"}},
+    "against_pp2": {"gpt": {"pp": 2}, "trace": {"against": "dense1"}},
+    "planned_tp2_sp": {"gpt": {"tp": 2, "sequence_parallel": True}, "plan_of": ["dense1", "tp2_sp"]},
+    "planned_pp2": {"gpt": {"pp": 2}, "plan_of": ["dense1", "other_rotary_base"], "plan_layer": 1},
+    "pinned_moe_tp2_sp_ep2": {**_moe(tp=2, sequence_parallel=True, ep=2), "trace": {"pin": {"*.moe.topk_ids": "moe1"}}},
+    "pinned_softmax_first": {**_moe(tp=2, moe_router_pre_softmax=True), "trace": {"pin": {"*.moe.topk_ids": "other_experts"}}},
+    "nudged_tp2_sp": {"gpt": {"tp": 2, "sequence_parallel": True}, "trace": {"perturb_ulps": 1}},
+    "nudged_dp2": {"trace": {"perturb_ulps": 1}},
     "experts_shifted_ep2": {**_moe(tp=2, sequence_parallel=True, ep=2), "load": {"expert_offset": 1}},
 }
 FOUR: dict[str, dict[str, Any]] = {

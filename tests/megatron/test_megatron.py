@@ -11,17 +11,11 @@ import torch
 
 from tests.expectations import expect_same
 from tests.megatron import tiny_gpt
-from tests.megatron.runs import ROOT, record_all
+from tests.megatron.runs import ROOT
 from tests.test_readme import blocks, run_console
 from tracer import diff_traces, open_trace, trace
 from tracer.format.schema import BoundaryStatus
 from tracer.read.findings import BoundaryOutcome, DiffResult, FindingCode, Kind, Side
-
-
-@pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory, megatron_core: None) -> Path:
-    """Folder of one trace per layout."""
-    return record_all(tmp_path_factory.mktemp("megatron"))
 
 
 @pytest.fixture(scope="session")

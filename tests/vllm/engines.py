@@ -161,11 +161,11 @@ class Trainer:
                 text=True,
             )
 
-    def trace(self, checkpoint: Path, dtype: str, tokens: Sequence[Sequence[int]], out: Path, *faults: str) -> Path:
-        """Trace transformers on these tokens into ``out``."""
+    def trace(self, checkpoint: Path, dtype: str, tokens: Sequence[Sequence[int]], out: Path, *faults: str, **options: Any) -> Path:
+        """Trace transformers on these tokens into ``out``. ``options``: more arguments of ``tracer.trace``, as plain data."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        job = {"checkpoint": str(checkpoint), "dtype": dtype, "tokens": list(tokens), "out": str(out), "faults": faults}
+        job = {"checkpoint": str(checkpoint), "dtype": dtype, "tokens": list(tokens), "out": str(out), "faults": faults, "options": options}
         print(json.dumps(job), file=self._process.stdin, flush=True)
         assert self._process.stdout.readline() == "done\n", self._log.read_text()[-6000:]
         return out

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import tracer
 from tests.vllm.conftest import Build, Checkpoint, Pair
 from tests.vllm.engines import FAMILIES, OTHERS, generate, run_script
+from tracer.read.dumped import read_dumps
 from tracer.read.weight_report import diff_weights
 from tracer.record.boundary_maps import map_for_root_class
 
 
 def test_tensor_parallel_workers(engine: Build, checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Two workers behind an engine core of its own record one trace: it equals that of one worker up to the attention core,
-    bitwise. A running engine is traced for two steps by remote call, and a second start into the same folder is refused."""
-    with tracer.trace(engine(), out=tmp_path / "one", level=2, strict=True):
+    bitwise. A running engine is traced for two steps by remote call, and a second start into the same folder is refused. Plans,
+    ``against``, ``feed``, ``pin`` and nudges work in the workers; a refusal in a step leaves the engine working."""
+    with tracer.trace(engine(), out=tmp_path / "one", level=2, strict=True, dump=["embedding", "layers.*.residual"]):
         generate(engine(), prompt_logprobs=1)
     output = run_script(
         "two_workers.py",
@@ -31,6 +34,31 @@ def test_tensor_parallel_workers(engine: Build, checkpoint: Checkpoint, tmp_path
     assert not [finding for finding in result.findings if finding.code in ("weight-differs", "weight-unknown", "replicas-disagree")]
     assert {sequence.name for sequence in tracer.open_trace(tmp_path / "two").sequences} == {"0", "1", "2"}
     assert len(tracer.open_trace(tmp_path / "steps").sequences) in (1, 2, 3)
+    assert "halfway intervention-refused" in output
+    assert "does not have all of its tokens" in output
+    assert "still True" in output
+    check_evidence(tmp_path, engine())
+
+
+def check_evidence(folder: Path, llm: Any) -> None:
+    """What the workers saved and changed, against one worker."""
+    with tracer.trace(llm, out=folder / "one-planned", level=2, plan=folder / "plan.json", strict=True):
+        generate(llm, prompt_logprobs=1)
+    table = tracer.diff_traces(folder / "one-planned", folder / "planned").dumps
+    assert [(line.boundary, line.role, line.rows_differing > 0) for line in table] == [
+        ("layers.0.attn.core", "input", False),
+        ("layers.0.attn.out", "output", True),
+    ]
+    saved = read_dumps(tracer.open_trace(folder / "against"))
+    assert "layers.0.attn.out" in saved.boundaries
+    fed = tracer.diff_traces(folder / "one", folder / "fed")
+    roots = {root.place.boundary for root in fed.roots}
+    assert {"layers.0.attn.out", "layers.1.attn.out"} <= roots
+    assert "INTERVENTION" in fed.headline
+    pinned = tracer.open_trace(folder / "pinned").manifests
+    assert [manifest.interventions[0].split("=")[0] for manifest in pinned] == ["pin *.moe.topk_ids"] * 2
+    nudged = {entry.name: entry for entry in tracer.diff_traces(folder / "two", folder / "nudged").boundaries}
+    assert nudged["embedding"].rows_differing == nudged["embedding"].rows_compared
 
 
 def test_an_engine_without_the_extension(pair: Pair, checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -27,6 +27,13 @@ def start(
     budget: Annotated[
         float | None, typer.Option("--budget", metavar="SECONDS", help="End a command that runs longer than this.", min=0.001)
     ] = None,
+    tolerance: Annotated[
+        str, typer.Option("--tolerance", metavar="relative=X", help="Largest relative distance that passes; also BOUNDARY=X.")
+    ] = "",
+    floor_a: Annotated[
+        list[str] | None, typer.Option("--floor-a", metavar="DIR", help="Another trace of side A, level 2: its own noise. Repeatable.")
+    ] = None,
+    floor_b: Annotated[list[str] | None, typer.Option("--floor-b", metavar="DIR", help="Another trace of side B. Repeatable.")] = None,
     thorough: Annotated[bool, typer.Option("--thorough", help="Look into all blocks in the fine step, not only the one found.")] = False,
 ) -> None:
     """Begin a session. Nothing runs yet.
@@ -39,7 +46,11 @@ def start(
     for command in (a, b):
         if not command.strip():
             raise typer.BadParameter("a command is empty")
-    session = Session(map=map, command_a=a, command_b=b, cwd=os.getcwd(), budget_seconds=budget, thorough=thorough)
+    floors = [tuple(os.path.abspath(path) for path in given or ()) for given in (floor_a, floor_b)]
+    session = Session(
+        map=map, command_a=a, command_b=b, cwd=os.getcwd(), budget_seconds=budget, thorough=thorough, tolerance=tolerance,
+        floor_a=floors[0], floor_b=floors[1],
+    )  # fmt: skip
     Bisection.start(Path(folder), session)
     typer.echo(f"session in {folder}: up to three steps, each runs both commands once")
     typer.echo(f"next  tracer bisect run {folder}")

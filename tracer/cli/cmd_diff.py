@@ -53,7 +53,13 @@ def diff(
     with progress_bar() as report:
         side_a, side_b = opened(a, "A", report), opened(b, "B", report)
         result = diff_traces(
-            side_a, side_b, floor_a=floor_a or (), floor_b=floor_b or (), floor=floor or (), control=control, tolerance=limit,
+            side_a,
+            side_b,
+            floor_a=floor_a or (),
+            floor_b=floor_b or (),
+            floor=floor or (),
+            control=control,
+            tolerance=limit,
             progress=report,
         )
     if json:
@@ -84,6 +90,11 @@ def _write_plan(plan: DumpPlan | str, file: str) -> None:
         typer.echo(f"no plan written: {plan}", err=True)
         return
     write_plan(plan, Path(file))
+    for weight in plan.weights:
+        differing = f"{weight.differing} differing and {len(weight.rows) - weight.differing} equal" if weight.differing else len(weight.rows)
+        typer.echo(f"plan: {differing} rows of {weight.name}", err=True)
+    if not plan.boundaries:
+        return
     output, inputs = plan.boundaries[0], [rows.boundary for rows in plan.boundaries[1:]]
     rows = f"{output.differing} differing and {len(output.keys) - output.differing} equal rows of {output.boundary}"
     typer.echo(f"plan: {rows}, and its inputs {', '.join(inputs) or '(none can be shown)'}", err=True)

@@ -10,7 +10,7 @@ __all__ = ["report"]
 
 
 def report(
-    result: Annotated[str, typer.Argument(metavar="RESULT.json", help="What tracer diff --json wrote.")],
+    result: Annotated[str, typer.Argument(metavar="RESULT.json", help="What tracer diff or tracer scores wrote with --json.")],
     html: Annotated[str, typer.Option("--html", metavar="FILE", help="The page to write.")],
 ) -> None:
     """Turn the JSON of a comparison into a page.
@@ -19,6 +19,15 @@ def report(
     """
     from tracer.reports.page import diff_page, write_page
     from tracer.reports.result_json import read_result
+    from tracer.reports.score_page import score_page, update_page
+    from tracer.scores.results import ScoreResult, UpdateResult
 
-    write_page(diff_page(read_result(result)), html)
+    match read_result(result):
+        case ScoreResult() as scores:
+            page = score_page(scores)
+        case UpdateResult() as update:
+            page = update_page(update)
+        case differences:
+            page = diff_page(differences)
+    write_page(page, html)
     typer.echo(f"Page written to {html}")

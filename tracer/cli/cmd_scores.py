@@ -20,6 +20,7 @@ app = typer.Typer(help="Compare log probabilities of saved tokens: which half of
 
 _Records = Annotated[list[str], typer.Argument(metavar="RECORDS...", help="Score files, or folders of them; joined by request.")]
 _Json = Annotated[str, typer.Option("--json", metavar="FILE", help="Write the whole result as JSON; - for standard output.")]
+_Html = Annotated[str, typer.Option("--html", metavar="FILE", help="Write a page to look at and to send on.")]
 _PassMark = Annotated[float, typer.Option("--pass-mark", metavar="NATS", help="logprob_mae up to which a pair agrees.")]
 _TailMark = Annotated[float, typer.Option("--tail-mark", metavar="NATS", help="A single token further apart than this is far off.")]
 
@@ -35,6 +36,7 @@ def compare(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every position, request and refit.")] = False,
     json: _Json = "",
+    html: _Html = "",
 ) -> None:
     """Compare A (generated), B (replayed) and C (trainer): which half of the system to open first?
 
@@ -43,7 +45,20 @@ def compare(
     from tracer.scores.score_comparison import compare_scores
 
     fields = None if log is None else dict(_pair(text) for text in log)
-    result = compare_scores(*records, pass_mark=pass_mark, tail_mark=tail_mark, policy=policy, log=fields)
+    try:
+        result = compare_scores(*records, pass_mark=pass_mark, tail_mark=tail_mark, policy=policy, log=fields)
+    except ScoreError as error:
+        if html:
+            from tracer.reports.page import write_page
+            from tracer.reports.score_page import refusal_page
+
+            write_page(refusal_page(error), html)
+        raise
+    if html:
+        from tracer.reports.page import write_page
+        from tracer.reports.score_page import score_page
+
+        write_page(score_page(result), html)
     if json:
         from tracer.reports.result_json import write_result
 
@@ -70,7 +85,7 @@ def import_records(
     ],
     out: Annotated[str, typer.Option("--out", "-o", metavar="FILE", help="Score file to write.")],
     layout: Annotated[
-        str, typer.Option("--from", metavar="LAYOUT", help="verl, slime, trl, pairs, or json (answers of an engine's server).")
+        str, typer.Option("--from", metavar="LAYOUT", help="verl, slime, trl, areal, pairs, or json (answers of an engine's server).")
     ],
     score: Annotated[str, typer.Option("--as", metavar="NAME", help="For pairs and json: which score it is, A, B0, B1, C0 or C1.")] = "",
     base: Annotated[
@@ -181,6 +196,7 @@ def update(
     c_after: _Weights = "",
     pass_mark: _PassMark = 0.01,
     json: _Json = "",
+    html: _Html = "",
 ) -> None:
     """Did a weight update arrive? Skipped and partial updates are named; B is the rollout engine, C the trainer.
 
@@ -190,6 +206,11 @@ def update(
 
     weights = UpdateWeights(*(_fingerprints(path) for path in (b_before, b_after, c_before, c_after)))
     result = check_update(before, after, weights=weights, pass_mark=pass_mark)
+    if html:
+        from tracer.reports.page import write_page
+        from tracer.reports.score_page import update_page
+
+        write_page(update_page(result), html)
     if json:
         from tracer.reports.result_json import write_result
 

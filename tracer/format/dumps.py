@@ -16,6 +16,7 @@ A file holds blocks: rows of one boundary, forward and slice. Of block ``i`` wit
 | ``<i>.position`` | int32 (N,) | index of the token in its sequence, from 0 |
 | ``<i>.expert``   | int32 (N,) | only of (token, expert) rows: expert id |
 
+Blocks of weights hold rows of one parameter: ``position`` is the row's number, ``sequence`` is 0 and means nothing.
 The metadata key ``tracer`` holds a ``DumpHeader`` as JSON. A row's token key follows from its sequence, as for fingerprints.
 """
 
@@ -57,6 +58,7 @@ __all__ = [
     "DumpWriter",
     "PlanBoundary",
     "PlanSide",
+    "PlanWeight",
     "dump_name",
     "read_dump",
     "read_plan",
@@ -114,13 +116,31 @@ class PlanBoundary(Record, frozen=True, kw_only=True):
     places_b: tuple[tuple[int, int], ...] = ()
 
 
+class PlanWeight(Record, frozen=True, kw_only=True):
+    """Rows of one weight that a plan asks for."""
+
+    name: str
+    rows: tuple[int, ...]
+    """Their numbers in the whole weight, ascending."""
+    differing: int | None = None
+    """So many of them differ; None where that is not known, because a side did not record rows (``weights="rows"``)."""
+    digests_a: tuple[str, ...] = ()
+    """Both lanes of every row as A recorded them, 32 hex digits; empty where A recorded the weight as a whole."""
+    digests_b: tuple[str, ...] = ()
+    whole_a: str = ""
+    """Digest of the whole weight on A, both lanes."""
+    whole_b: str = ""
+
+
 class DumpPlan(Record, frozen=True, kw_only=True):
     """What to save in a second run of both sides: written by ``tracer diff A B --plan FILE``, read by ``trace(plan=)``.
 
-    The first ``PlanBoundary`` with ``output`` is the earliest boundary that differs, the others are its inputs."""
+    The first ``PlanBoundary`` with ``output`` is the earliest boundary that differs, the others are its inputs. ``weights``: the
+    first weight that differs, where one is the first divergence."""
 
     format: int
     boundaries: tuple[PlanBoundary, ...]
+    weights: tuple[PlanWeight, ...] = ()
     max_bytes: int
     rows_left_out: int = 0
     """Differing rows beyond what a plan lists."""
@@ -129,9 +149,11 @@ class DumpPlan(Record, frozen=True, kw_only=True):
 
 
 class DumpBlock(Record, frozen=True, kw_only=True):
-    """Rows of one boundary in one forward. Fields as in ``Block``."""
+    """Rows of one boundary in one forward, or of one weight. Fields as in ``Block``."""
 
     boundary: str
+    """Or the weight's name."""
+    weight: bool = False
     dtype: str
     width: int
     """Columns of the whole logical row; of complex rows, reals."""
@@ -142,6 +164,11 @@ class DumpBlock(Record, frozen=True, kw_only=True):
     occurrence: int = 0
     forward: int
     rows: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row as held here."""
+        return self.columns * dtype_info(self.dtype, self.boundary).itemsize
 
     @property
     def columns(self) -> int:
@@ -209,6 +236,11 @@ class DumpWriter:
     _bytes: int = 0
     _files: list[SegmentInfo] = field(default_factory=list)
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of values so far."""
+        return self._bytes
+
     def open_sequence(self, sequence: Sequence) -> None:
         """The next sequence of the run: ``sequence_N`` counts in this order."""
         self._sequences.append(sequence)
@@ -219,9 +251,8 @@ class DumpWriter:
         """Save rows. ``raw_NB``: their bytes, held columns in order, (N, columns * itemsize). May flush.
 
         Raises ``CaptureError`` (write-failed)."""
-        row_bytes = block.columns * dtype_info(block.dtype, block.boundary).itemsize
-        if raw_NB.shape != (block.rows, row_bytes) or len(digest_N2) != block.rows:
-            expected, found = f"({block.rows}, {row_bytes}) bytes", str(raw_NB.shape)
+        if raw_NB.shape != (block.rows, block.row_bytes) or len(digest_N2) != block.rows:
+            expected, found = f"({block.rows}, {block.row_bytes}) bytes", str(raw_NB.shape)
             raise InternalError(Code.INTERNAL, "a dump of other rows than it says", where=block.boundary, expected=expected, found=found)
         self._pending.append(_Pending(block, digest_N2, raw_NB, sequence_N, position_N, expert_N))
         self._bytes += raw_NB.nbytes
@@ -236,12 +267,14 @@ class DumpWriter:
 
     def _flush(self, plan: DumpPlan | None) -> None:
         pending, self._pending, self._pending_bytes = self._pending, [], 0
-        used = np.unique(np.concatenate([entry.sequence_N for entry in pending])) if pending else np.zeros(0, np.int64)
+        spoken = [entry.sequence_N for entry in pending if not entry.block.weight]
+        used = np.unique(np.concatenate(spoken)) if spoken else np.zeros(0, np.int64)
         columns: list[Column] = []
         parts: dict[str, list[npt.NDArray[Any]]] = {}
         lines: dict[str, int] = {}
         for number, entry in enumerate(pending):
-            places = {"sequence": np.searchsorted(used, entry.sequence_N), "position": entry.position_N}
+            sequence_N = entry.sequence_N if entry.block.weight else np.searchsorted(used, entry.sequence_N)
+            places = {"sequence": sequence_N, "position": entry.position_N}
             if entry.expert_N is not None:
                 places["expert"] = entry.expert_N
             for column, array in [
@@ -328,7 +361,7 @@ class DumpFile:
         """The rows of block ``number``. Raises ``TraceFormatError`` (segment-invalid)."""
         block = self.header.blocks[number]
         sequence_N = self._column(f"{number}.sequence", np.dtype("<i4"))
-        if len(sequence_N) and not 0 <= int(sequence_N.min()) <= int(sequence_N.max()) < len(self.header.sequences):
+        if not block.weight and len(sequence_N) and not 0 <= int(sequence_N.min()) <= int(sequence_N.max()) < len(self.header.sequences):
             raise invalid_file(self.path, f"block {number} refers to a sequence that the header lacks")
         return DumpRows(
             block,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-__all__ = ["names_secret", "redact_arguments", "redact_text", "redact_values"]
+__all__ = ["REDACTED", "names_secret", "redact_arguments", "redact_command", "redact_text", "redact_values"]
 
 REDACTED = "<redacted>"
 _SHORTEST = 6
@@ -19,6 +19,9 @@ _NOT_SECRET = re.compile(
 )
 _LOOKS_SECRET = re.compile(
     r"(?:sk|pk|rk|ghp|gho|ghu|ghs|ghr|hf|glpat|xox[abprs]|github_pat|pypi|AKIA|ASIA|AIza|ya29|eyJ)[-_A-Za-z0-9.]{16,}|(?<=://)[^/@\s]+(?=@)"
+)
+_SETTING = re.compile(
+    r"(?<![\w$-])(?P<name>(?:-{0,2}[A-Za-z_][\w-]*=)|(?:--?[A-Za-z][\w-]*\s+(?!-)))(?P<value>'[^']*'|\"[^\"]*\"|[^\s;|&'\"]+)"
 )
 
 
@@ -34,10 +37,24 @@ def redact_text(text: str) -> str:
 
 def redact_values(text: str, environment: Mapping[str, str]) -> str:
     """Text without the values of an environment's secrets, and without anything that has the shape of a credential."""
-    values = {value for name, value in environment.items() if names_secret(name) and len(value) >= _SHORTEST}
-    for value in sorted(values, key=len, reverse=True):
+    secrets = [value for name, value in environment.items() if names_secret(name)]
+    lines = {line.strip() for value in secrets for line in value.splitlines()}  # a key of several lines is logged line by line
+    for value in sorted({value for value in {*secrets, *lines} if len(value) >= _SHORTEST}, key=len, reverse=True):
         text = text.replace(value, REDACTED)
     return redact_text(text)
+
+
+def redact_command(command: str) -> str:
+    """A shell command without the secrets written into it: ``TOKEN=abc run``, ``run --api-key abc``, and what has the shape of a
+    credential. A reference (``TOKEN=$TOKEN``) stays."""
+
+    def shown(found: re.Match[str]) -> str:
+        name, bare = found["name"], found["value"].strip("'\"")
+        if not names_secret(name.rstrip("= \t\n")) or len(bare) < _SHORTEST or bare.startswith("$"):
+            return found[0]
+        return name + REDACTED
+
+    return redact_text(_SETTING.sub(shown, command))
 
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:

@@ -7,13 +7,13 @@ Suffixes: R rows of one boundary, B bytes of a row.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Reference", "ReferenceRows"]
+__all__ = ["Reference", "ReferenceRows", "ReferenceWeight"]
 
 U8 = npt.NDArray[np.uint8]
 U64 = npt.NDArray[np.uint64]
@@ -33,6 +33,8 @@ class ReferenceRows:
     expert_R: I64 | None
     digest_R2: U64 | None = None
     raw_RB: U8 | None = None
+    never_K: U64 | None = None
+    """Keys of rows that the other trace declares never computed, such as last sampled tokens; None where there are none."""
 
     @cached_property
     def _lines(self) -> dict[tuple[int, int], int]:
@@ -47,6 +49,17 @@ class ReferenceRows:
 
 
 @dataclass(frozen=True, eq=False)
+class ReferenceWeight:
+    """One whole weight of the other trace. ``load_rows``: digests of its rows, (R, 2), None where it recorded none."""
+
+    dtype: str
+    rows: int
+    columns: int
+    digest: tuple[str, str]
+    load_rows: Callable[[], U64 | None]
+
+
+@dataclass(frozen=True, eq=False)
 class Reference:
     """Another trace, by boundary. ``name``: its run id, for manifests and messages. ``order``: its boundaries in causal order.
     ``load(boundary)``: its rows, None where it has none; asked once per boundary by whoever keeps them."""
@@ -54,3 +67,6 @@ class Reference:
     name: str
     order: Mapping[str, int]
     load: Callable[[str], ReferenceRows | None]
+    path: str = ""
+    """Its folder, for processes that open it themselves."""
+    weights: Mapping[str, ReferenceWeight] = field(default_factory=dict)

@@ -155,7 +155,7 @@ class _Reader:
     def take(self, name: str, count: int) -> Array:
         start = self.at.get(name, 0)
         column = self.columns.get(name)
-        if column is None or start + count > len(column):
+        if column is None or start + count > len(column):  # else a slice would be short in silence
             raise _invalid(
                 self.path,
                 f"column {name} is shorter than the header says",
@@ -201,10 +201,22 @@ def _read_file(path: Path) -> list[ScoreRecord]:
     for name, tensor in stored.items():
         start, stop = tensor.data_offsets
         columns[name], dtypes[name] = _column(path, name, tensor, raw[8 + length + start : 8 + length + stop], header.columns)
-    reader = _Reader(path, columns, {})
+    _check_columns(path, columns, header)
+    reader = _Reader(path, columns, dict.fromkeys(columns, 0))
     records = [_record(reader, dtypes, entry, header) for entry in header.records]
     reader.finish()
     return records
+
+
+def _check_columns(path: Path, columns: Mapping[str, Array], header: ScoresHeader) -> None:
+    """What every record must fulfil, over all of them at once."""
+    for name, column in columns.items():
+        if column.dtype == np.int64 and column.size and column.min() < 0:
+            raise _invalid(path, f"column {name} holds numbers below 0", "0 or more", int(column.min()))
+    for info in header.infos:
+        starts = [segment.start for segment in info.policies]
+        if starts and (starts[0] != 0 or starts != sorted(set(starts))):
+            raise _invalid(path, "policies of a score", "ascending starts from 0 on", starts)
 
 
 class _Probe(msgspec.Struct):
@@ -252,33 +264,42 @@ def _column(path: Path, name: str, tensor: _Tensor, data: bytes, width: int) -> 
 
 def _record(reader: _Reader, dtypes: Mapping[str, str], entry: RecordHeader, header: ScoresHeader) -> ScoreRecord:
     response = entry.tokens - entry.prompt_length
-    if response < 0:
-        raise _invalid(reader.path, f"request {entry.request}: longer prompt than tokens", f"at most {entry.tokens}", entry.prompt_length)
+    if response < 0 or entry.prompt_length < 1:
+        raise _invalid(
+            reader.path, f"request {entry.request}: length of the prompt", f"1 to {entry.tokens}, the number of tokens", entry.prompt_length
+        )
+    take, infos, argmax = reader.take, header.infos, entry.argmax
     scores = {}
     for name, number in entry.scores.items():
-        if number >= len(header.infos):
-            raise _invalid(reader.path, f"request {entry.request}: score {name.value} points outside infos", len(header.infos), number)
-        argmax = reader.take(f"{name.value}.argmax", response) if name in entry.argmax else None
-        values = reader.take(name.value, response)
-        scores[name] = Score(values, dtypes[name.value], header.infos[number], argmax)
-    if not set(entry.argmax) <= set(entry.scores):
+        if number >= len(infos):
+            raise _invalid(reader.path, f"request {entry.request}: score {name.value} points outside infos", len(infos), number)
+        likely = take(f"{name.value}.argmax", response) if name in argmax else None
+        column = _COLUMNS[name]
+        scores[name] = Score(take(column, response), dtypes[column], infos[number], likely)
+    if argmax and not set(argmax) <= set(entry.scores):
         raise _invalid(
             reader.path, f"request {entry.request}: argmax of a score that is not there", ", ".join(entry.scores), ", ".join(entry.argmax)
         )
     logits = None
     if entry.logits is not None:
-        rows = reader.take("logits.rows", entry.logits.rows)
-        logits = Logits(entry.logits.of, rows, reader.take("logits", entry.logits.rows))
-    return ScoreRecord(
-        request=entry.request,
-        ids=reader.take("ids", entry.tokens),
-        prompt_length=entry.prompt_length,
-        scores=scores,
-        mask=reader.take("mask", response).view(np.bool_),
-        positions=reader.take("positions", entry.tokens),
-        group=entry.group,
-        logits=logits,
-    )
+        rows = take("logits.rows", entry.logits.rows)
+        logits = Logits(entry.logits.of, rows, take("logits", entry.logits.rows))
+    fields: dict[str, Any] = {
+        "request": entry.request,
+        "ids": take("ids", entry.tokens),
+        "prompt_length": entry.prompt_length,
+        "scores": scores,
+        "mask": take("mask", response).view(np.bool_),
+        "positions": take("positions", entry.tokens),
+        "group": entry.group,
+        "logits": logits,
+    }
+    # Checked in full only where something is left to check: ten thousand short records are read at once.
+    return ScoreRecord(**fields) if logits is not None else ScoreRecord.of_checked(**fields, info=_UNKNOWN)
+
+
+_UNKNOWN = ScoreInfo()
+_COLUMNS = {name: name.value for name in ScoreName}
 
 
 def _invalid(path: Path, what: str, expected: object = "", found: object = "") -> ScoreError:

@@ -188,7 +188,7 @@ class ScoresHeader(Record, frozen=True, kw_only=True):
 _UNKNOWN = ScoreInfo()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Score:
     """One pass over one request. ``value_R``: float64, exactly the numbers that were handed over; ``dtype``: the dtype
     they were handed over in. ``argmax_R``: int64, the most likely token at each place, None where it was not kept."""
@@ -269,6 +269,13 @@ class ScoreRecord:
             raise _unfit(
                 self.request, "logits", f"one row each for ascending tokens of the response, below {response}", logits.value_LV.shape
             )
+
+    @classmethod
+    def of_checked(cls, **fields: Any) -> ScoreRecord:
+        """A record of fields that were checked as a whole already; all of them must be given, in their final form."""
+        record = object.__new__(cls)
+        record.__dict__.update(fields)
+        return record
 
     @property
     def response(self) -> I64:

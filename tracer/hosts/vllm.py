@@ -168,6 +168,12 @@ class VllmHost:
             "build the engine eagerly: LLM(**tracer.vllm_options(), ...) or enforce_eager=True"
         )
 
+    def keeps_state(self) -> tuple[str, str] | None:
+        """A prefix cache keeps keys and values from one request to the next; also implements ``KeepsState``."""
+        if not self._config.cache_config.enable_prefix_caching:
+            return None
+        return "enable_prefix_caching=True", "build the engine with enable_prefix_caching=False for the diagnosis"
+
     # one forward
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], sequences: SequenceRegistry) -> Forward | SkippedForward:

@@ -34,7 +34,8 @@ class TracerWorkerExtension:
 
     def tracer_answer(self, method: str, message: str) -> str:
         """One call of the driver's ``with trace(llm)``."""
-        server = self._tracer_server = self._tracer_server or TraceServer()
+        facade: Any = sys.modules["tracer"]  # joins recording and reading; no layer below may import it
+        server = self._tracer_server = self._tracer_server or TraceServer(facade.open_reference)
         host = create(self.model_runner, None) if method == "start" else None
         return server.answer(method, message.encode(), host).decode()
 
@@ -50,12 +51,16 @@ class TracerWorkerExtension:
         dump: list[str] | None = None,
         max_dump_bytes: int = MAX_DUMP_BYTES,
         plan: str | None = None,
+        against: str | None = None,
+        feed: str | None = None,
+        pin: dict[str, str] | None = None,
         perturb_ulps: int = 0,
     ) -> str:
         """Record from the next step on, ``steps`` steps (None: until ``tracer_stop``). The arguments are those of
         ``tracer.trace`` (``TRACER_PLAN`` is not looked at). Returns the trace's folder. Raises what ``trace`` raises."""
         if self._tracer_steps is not None and self._tracer_steps.running:
             raise UsageError(Code.BAD_ARGUMENT, "this worker is recording already", remedy="call tracer_stop first")
+        facade: Any = sys.modules["tracer"]
         options = TraceOptions(
             map=map,
             out=out,
@@ -66,9 +71,12 @@ class TracerWorkerExtension:
             dump=dump,
             max_dump_bytes=max_dump_bytes,
             plan=None if plan is None else read_plan(plan),
+            against=None if against is None else facade.open_reference(against, values=False),
+            feed=None if feed is None else facade.open_reference(feed, values=True),
+            pin=None if pin is None else {glob: facade.open_reference(path, values=False) for glob, path in pin.items()},
             perturb_ulps=perturb_ulps,
         )
-        trace = Trace(create(self.model_runner, None), options, sys.modules["tracer"].__version__)
+        trace = Trace(create(self.model_runner, None), options, facade.__version__)
         self._tracer_steps = _Steps(trace, self.model_runner, steps)
         return str(trace.path)
 

@@ -162,7 +162,7 @@ def _quantization(evidence: RootEvidence) -> Classification | None:
 def is_quantized(explanation: Explanation, side: str) -> bool:
     """Whether it says that values of this side lie on the grid of an 8-bit dtype."""
     parameters = explanation.parameters
-    on_grid = explanation.shape is Shape.GRID and parameters.get("side") == side
+    on_grid = explanation.shape is Shape.GRID and parameters.get("side") in (side, "both")
     return on_grid and str(parameters.get("dtype")).startswith(("float8", "int8"))
 
 

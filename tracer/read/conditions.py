@@ -53,8 +53,10 @@ _RULES = (
     _Rule("dropout", ("dropout",), lambda value: value not in (None, 0, 0.0, "unknown", ""), "has active dropout", Class.INPUT),
     _Rule("training mode", ("mode",), lambda value: isinstance(value, str) and value not in ("eval", "unknown"), "is not in eval mode"),
     _Rule(
-        "quantization", ("quantization", "quantization_config", "kv_cache_dtype"),
-        lambda value: value not in (None, "", "none", "unknown", "auto"), "declares quantization",
+        "quantization",
+        ("quantization", "quantization_config", "kv_cache_dtype"),
+        lambda value: value not in (None, "", "none", "unknown", "auto"),
+        "declares quantization",
     ),
 )
 

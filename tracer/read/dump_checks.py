@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from tracer.format.dumps import DumpPlan, PlanBoundary
+from tracer.format.dumps import DumpPlan, PlanBoundary, PlanWeight
+from tracer.format.fingerprint import digest_of_rows
 from tracer.read.dumped import Dumps
 from tracer.read.findings import Finding, FindingCode, Kind, Side
 from tracer.read.logical import LogicalBoundary, LogicalTrace
@@ -26,7 +27,60 @@ def check_dumps(dumps: Dumps, side: Side) -> list[Finding]:
         text = f"the dump of {side.value.upper()} reached its cap of {dumps.max_bytes} bytes: {rows}{more} left out"
         remedy = "raise max_dump_bytes= if they are needed"
         findings.append(Finding(code=FindingCode.DUMP_CAPPED, kind=Kind.INFORMATION, side=side, text=text, remedy=remedy))
+    findings += _weights_checked(dumps, side)
     return findings if dumps.plan is None else findings + _reproduced(dumps.trace, dumps.plan, side)
+
+
+def _weights_checked(dumps: Dumps, side: Side) -> list[Finding]:
+    """Dumped rows of weights against the digests that the trace, and the run of its plan, recorded; what they were held against is said."""
+    found = []
+    plan = {} if dumps.plan is None else {weight.name: weight for weight in dumps.plan.weights}
+    for name, held in dumps.weights.items():
+        weight, rows = dumps.trace.weights.get(name), dumps.trace.load_weight_rows(name)
+        wrong = 0
+        if rows is not None:
+            wrong = int((rows.digest_N2[held.row_R] != held.digest_R2).any(axis=1).sum())
+            how = "each has the digest recorded for its row"
+        elif weight is not None and len(held) == weight.rows and not weight.unknown:
+            whole = tuple(f"{lane:016x}" for lane in digest_of_rows(held.digest_R2, held.row_R))
+            wrong = len(held) if whole != tuple(weight.digest) else 0
+            how = "together they have the digest recorded of the whole weight"
+        else:
+            how = 'they are held against no earlier digest: single rows were recorded only with weights="rows"'
+        if wrong:
+            text = f"{wrong} of {len(held)} dumped rows of the weight do not have the digest recorded for them"
+            found.append(
+                Finding(
+                    code=FindingCode.DUMP_ALTERED, kind=Kind.UNREADABLE, boundary=name, side=side, rows=wrong, text=text,
+                    remedy="record it again; if that does not help, report it",
+                )
+            )  # fmt: skip
+            continue
+        entry = plan.get(name)
+        if entry is not None and weight is not None:
+            then, run = _earlier(dumps, entry, side, "".join(weight.digest))
+            if not then:
+                found.append(
+                    Finding(
+                        code=FindingCode.NOT_REPRODUCIBLE, kind=Kind.DIFFERENCE, boundary=name, side=side,
+                        text=f"the weight is not what run {run} recorded",
+                        remedy=f"load the same weights into side {side.value.upper()} both times",
+                    )
+                )  # fmt: skip
+                continue
+            how += f", and the whole weight that of run {run}"
+        text = f"{side.value.upper()}: {count(len(held), 'dumped row')} of {name}: {how}"
+        found.append(Finding(code=FindingCode.NOTE, kind=Kind.INFORMATION, boundary=name, side=side, text=text))
+    return found
+
+
+def _earlier(dumps: Dumps, entry: PlanWeight, side: Side, digest: str) -> tuple[bool, str]:
+    """Whether a weight has the digest that its side's run of the plan recorded, and which run that was. A side may have changed places."""
+    assert dumps.plan is not None
+    runs = {Side.A: (entry.whole_a, dumps.plan.a.run_id), Side.B: (entry.whole_b, dumps.plan.b.run_id)}
+    own, other = runs[side], runs[Side.B if side is Side.A else Side.A]
+    taken = other if digest == other[0] and digest != own[0] else own
+    return digest == taken[0], taken[1]
 
 
 def _reproduced(trace: LogicalTrace, plan: DumpPlan, side: Side) -> list[Finding]:

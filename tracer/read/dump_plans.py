@@ -10,12 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from tracer.format.dtypes import DTYPES
-from tracer.format.dumps import DumpPlan, PlanBoundary, PlanSide
+from tracer.format.dumps import DumpPlan, PlanBoundary, PlanSide, PlanWeight
+from tracer.format.fingerprint import Fingerprints
 from tracer.format.schema import FORMAT_VERSION, Boundary, BoundaryStatus, RowScope
 from tracer.read.causes import merge_catalogues
 from tracer.read.compare import Comparison, compare_boundary
 from tracer.read.findings import DiffResult, Verdict
 from tracer.read.logical import LogicalBoundary, LogicalTrace
+from tracer.read.matched import spread
 from tracer.read.pairing import Pairing, pair_sides
 
 __all__ = ["PLAN_BYTES", "make_dump_plan"]
@@ -41,9 +43,14 @@ def make_dump_plan(a: LogicalTrace, b: LogicalTrace, result: DiffResult, max_byt
         return "no value is proven to differ"
     name = first.boundary
     catalogue = {info.name: info for info in merge_catalogues(a.catalogue, b.catalogue)}
-    if name in a.weights:  # of a weight that differs: what is computed with it
+    weights: tuple[PlanWeight, ...] = ()
+    if name in a.weights:  # of a weight that differs: its rows, and what is computed with it
+        weights = _weight_rows(name, a, b, max_bytes // 2)
         apart = (entry.name for entry in result.boundaries if entry.rows_above_floor)
         name = next((entry for entry in apart if name in catalogue[entry].weights), name)
+    if weights and (name not in a.boundaries or name not in b.boundaries):
+        sides = (PlanSide(run_id=trace.manifest.run_id, host=trace.manifest.host) for trace in (a, b))
+        return DumpPlan(format=FORMAT_VERSION, boundaries=(), weights=weights, max_bytes=max_bytes, a=next(sides), b=next(sides))
     if name not in a.boundaries or name not in b.boundaries or name.startswith("input."):
         return f"the first divergence is {name}, which has no rows of values to save"
     pairing = pair_sides(a, b)
@@ -63,12 +70,48 @@ def make_dump_plan(a: LogicalTrace, b: LogicalTrace, result: DiffResult, max_byt
     prefix_S = _prefixes(a, token_S)[: max(fits, 1)] if any(inputs.values()) else token_S
     return DumpPlan(
         format=FORMAT_VERSION,
+        weights=weights,
         boundaries=(output, *(maker.tokens(source, prefix_S if mixed else token_S) for source, mixed in inputs.items())),
         max_bytes=max_bytes,
         rows_left_out=len(comparison.differing) - differing,
         a=maker.side(a, maker.sequences_a),
         b=maker.side(b, maker.sequences_b),
     )
+
+
+def _weight_rows(name: str, a: LogicalTrace, b: LogicalTrace, max_bytes: int) -> tuple[PlanWeight, ...]:
+    """Rows of a weight: those that differ and a few equal neighbours where both sides recorded rows, else all of them; evenly
+    spread where there are more than fit."""
+    x, y = a.weights[name], b.weights.get(name)
+    if y is None or x.unknown or y.unknown or (x.rows, x.columns) != (y.rows, y.columns):
+        return ()
+    size = x.columns * max(DTYPES[dtype].itemsize if dtype in DTYPES else 8 for dtype in (x.dtype, y.dtype))
+    most = max(min(max_bytes // max(size, 1), _MOST_ROWS), 1)
+    rows_a, rows_b = a.load_weight_rows(name), b.load_weight_rows(name)
+    differing = None
+    if rows_a is None or rows_b is None or x.dtype != y.dtype:
+        chosen = spread(np.arange(x.rows), most)
+    else:
+        apart = (rows_a.digest_N2 != rows_b.digest_N2).any(axis=1)
+        kept = spread(np.flatnonzero(apart), most)
+        differing, equal = len(kept), np.flatnonzero(~apart)
+        nearest = np.argsort(np.abs(equal - kept[len(kept) // 2]), kind="stable")[:_NEIGHBOURS] if len(kept) else ()
+        chosen = np.sort(np.concatenate([kept, equal[nearest] if len(equal) and len(kept) else equal[:0]]))
+    return (
+        PlanWeight(
+            name=name,
+            rows=tuple(chosen.tolist()),
+            differing=differing,
+            digests_a=_hex_rows(rows_a, chosen),
+            digests_b=_hex_rows(rows_b, chosen),
+            whole_a="".join(x.digest),
+            whole_b="".join(y.digest),
+        ),
+    )
+
+
+def _hex_rows(rows: Fingerprints | None, chosen: I64) -> tuple[str, ...]:
+    return () if rows is None else tuple("".join(f"{lane:016x}" for lane in rows.digest_N2[row].tolist()) for row in chosen.tolist())
 
 
 def _inputs(info: Boundary, catalogue: dict[str, Boundary], a: LogicalTrace, b: LogicalTrace) -> dict[str, bool]:

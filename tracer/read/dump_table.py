@@ -14,15 +14,16 @@ import numpy.typing as npt
 
 from tracer.format.dtypes import decode_to_float32
 from tracer.read.choices import MANTISSA_BITS, ulps_between
-from tracer.read.dumped import DumpedBoundary, Dumps
+from tracer.read.dumped import DumpedBoundary, DumpedWeight, Dumps
 from tracer.read.findings import DumpLine
 from tracer.read.pairing import TokenMatch
 
-__all__ = ["dump_lines", "dump_ulps"]
+__all__ = ["dump_lines", "dump_ulps", "weight_lines"]
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+_Dumped = DumpedBoundary | DumpedWeight
 
 _CHUNK_VALUES = 1 << 22
 _LOGITS = re.compile(r"lm_head(\.raw)?(#\d+)?")
@@ -32,7 +33,8 @@ _EXPERTS = 1 << 20
 def dump_lines(a: Dumps, b: Dumps, tokens: TokenMatch) -> tuple[DumpLine, ...]:
     """One line per boundary that both sides dumped, in A's causal order."""
     roles = _roles(a) | _roles(b)
-    return tuple(
+    weights = (_weight_line(dumped, b.weights[name]) for name, dumped in a.weights.items() if name in b.weights)
+    return *weights, *(
         _line(dumped, b.boundaries[name], tokens, roles.get(name, "asked for"))
         for name, dumped in a.boundaries.items()
         if name in b.boundaries
@@ -57,13 +59,39 @@ def matching(a: DumpedBoundary, b: DumpedBoundary, tokens: TokenMatch) -> tuple[
     return hit, at[hit]
 
 
+def weight_lines(a: DumpedWeight, b: DumpedWeight) -> tuple[I64, I64]:
+    """Lines of both dumps that are the same row of a weight."""
+    shared, lines_a, lines_b = np.intersect1d(a.row_R, b.row_R, return_indices=True)
+    good = ~a.altered_R[lines_a] & ~b.altered_R[lines_b]
+    return lines_a[good], lines_b[good]
+
+
+def _weight_line(a: DumpedWeight, b: DumpedWeight) -> DumpLine:
+    lines_a, lines_b = weight_lines(a, b)
+    found, first = _figures(a, b, lines_a, lines_b, "weight")
+    if first is not None:
+        found = _with(found, first_request="row", first_position=int(a.row_R[lines_a[first[0]]]), first_column=first[1])
+    return found
+
+
 def _line(a: DumpedBoundary, b: DumpedBoundary, tokens: TokenMatch, role: str) -> DumpLine:
     lines_a, lines_b = matching(a, b, tokens)
+    found, first = _figures(a, b, lines_a, lines_b, role)
+    if first is not None:
+        row, column = first
+        request, position = a.label(int(lines_a[row]))
+        expert = None if a.expert_R is None else int(a.expert_R[lines_a[row]])
+        found = _with(found, first_request=request, first_position=position, first_expert=expert, first_column=column)
+    return found
+
+
+def _figures(a: _Dumped, b: _Dumped, lines_a: I64, lines_b: I64, role: str) -> tuple[DumpLine, tuple[int, int] | None]:
+    """A line without the name of its first bad place, and that place among the matched rows, (row, column)."""
     line = DumpLine(boundary=a.name, role=role, rows=len(lines_a), columns=a.width, dtype_a=a.dtype, dtype_b=b.dtype)
     if a.width != b.width:
-        return _with(line, text=f"width {a.width} against {b.width}")
+        return _with(line, text=f"width {a.width} against {b.width}"), None
     if not len(lines_a):
-        return _with(line, text="no row of one side was dumped by the other")
+        return _with(line, text="no row of one side was dumped by the other"), None
     try:
         sums = _Sums(coarser(a.dtype, b.dtype), bool(_LOGITS.fullmatch(a.name)))
         step = max(1, _CHUNK_VALUES // max(a.width, 1))
@@ -71,23 +99,17 @@ def _line(a: DumpedBoundary, b: DumpedBoundary, tokens: TokenMatch, role: str) -
             part = slice(start, start + step)
             sums.add(_values(a, lines_a[part]), _values(b, lines_b[part]), start)
     except ValueError:
-        return _with(line, text="packed: bytes without values of their own")
+        return _with(line, text="packed: bytes without values of their own"), None
     bytewise = a.dtype == b.dtype  # else by value: another dtype is told apart
     differing = int((a.raw_RB[lines_a] != b.raw_RB[lines_b]).any(axis=1).sum()) if bytewise else sums.rows_differing
-    found = _with(line, rows_differing=differing, **sums.figures())
-    if sums.first is not None:
-        row, column = sums.first
-        request, position = a.label(int(lines_a[row]))
-        expert = None if a.expert_R is None else int(a.expert_R[lines_a[row]])
-        found = _with(found, first_request=request, first_position=position, first_expert=expert, first_column=column)
-    return found
+    return _with(line, rows_differing=differing, **sums.figures()), sums.first
 
 
 def _with(line: DumpLine, **fields: object) -> DumpLine:
     return msgspec.structs.replace(line, **fields)
 
 
-def _values(dumped: DumpedBoundary, lines: I64) -> F64:
+def _values(dumped: _Dumped, lines: I64) -> F64:
     return decode_to_float32(dumped.raw_RB[lines], dumped.dtype).reshape(len(lines), dumped.width).astype(np.float64)
 
 

@@ -6,7 +6,7 @@ Suffixes: N rows of one block, R rows of one boundary, B bytes and C columns of 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from tracer.read.opening import TraceLike, opened
 from tracer.read.spans import normal_spans
 from tracer.read.wording import token_name
 
-__all__ = ["DumpedBoundary", "Dumps", "read_dumps"]
+__all__ = ["DumpedBoundary", "DumpedWeight", "Dumps", "read_dumps"]
 
 U8 = npt.NDArray[np.uint8]
 U64 = npt.NDArray[np.uint64]
@@ -75,6 +75,22 @@ class DumpedBoundary:
 
 
 @dataclass(frozen=True, eq=False)
+class DumpedWeight:
+    """The dumped rows of one weight: whole rows, each once, sorted by ``row_R``, their number in it. The rest as of a boundary."""
+
+    name: str
+    dtype: str
+    width: int
+    row_R: I64
+    digest_R2: U64
+    raw_RB: U8
+    altered_R: npt.NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.row_R)
+
+
+@dataclass(frozen=True, eq=False)
 class Dumps:
     """Everything a trace has dumped. ``plan``: the one that was followed, where one was. ``why``: what asked for them.
     ``left_out``: boundary -> rows that the cap left out, over all processes. ``findings``: what is wrong with them."""
@@ -86,9 +102,10 @@ class Dumps:
     max_bytes: int = 0
     left_out: Mapping[str, int] | None = None
     findings: tuple[Finding, ...] = ()
+    weights: Mapping[str, DumpedWeight] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.boundaries)
+        return bool(self.boundaries) or bool(self.weights)
 
 
 def read_dumps(trace: TraceLike) -> Dumps:
@@ -101,9 +118,13 @@ def read_dumps(trace: TraceLike) -> Dumps:
     files = [read_dump(folder / info.file, info) for manifest in logical.manifests for info in manifest.dumps]
     index = {(sequence.scope, sequence.label): sequence.token for sequence in logical.sequences}
     pieces: dict[str, list[_Piece]] = {}
+    of_weights: dict[str, list[_Piece]] = {}
     for file in files:
         for rows in file:
-            pieces.setdefault(rows.block.boundary, []).append(_Piece(rows, _tokens(file, rows, logical, index)))
+            if rows.block.weight:
+                of_weights.setdefault(rows.block.boundary, []).append(_Piece(rows, rows.position_N.astype(np.int64)))
+            else:
+                pieces.setdefault(rows.block.boundary, []).append(_Piece(rows, _tokens(file, rows, logical, index)))
     findings: list[Finding] = []
     boundaries = {}
     order = {info.name: at for at, info in enumerate(logical.catalogue)}
@@ -111,6 +132,13 @@ def read_dumps(trace: TraceLike) -> Dumps:
         joined = _join(logical, name, pieces[name], findings)
         if joined is not None:
             boundaries[name] = joined
+    weights = {}
+    for name, held in of_weights.items():
+        joined = _join(logical, name, held, findings)
+        if joined is not None:
+            weights[name] = DumpedWeight(
+                name, joined.dtype, joined.width, joined.token_R, joined.digest_R2, joined.raw_RB, joined.altered_R
+            )
     last = [manifest.dumps[-1].file for manifest in logical.manifests if manifest.dumps]
     headers = [file.header for file in files if file.path.name in last]
     left_out: dict[str, int] = {}
@@ -125,6 +153,7 @@ def read_dumps(trace: TraceLike) -> Dumps:
         max_bytes=headers[0].max_bytes if headers else 0,
         left_out=left_out,
         findings=tuple(findings),
+        weights=weights,
     )
 
 

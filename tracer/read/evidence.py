@@ -89,7 +89,10 @@ class EvidenceGatherer:
         weights = self.scene.weights
         explanations = tuple(explain_weights(self.material, weights, root.place.boundary))
         evidence = [weights.summary(), *([] if weights.summary() in root.text else [root.text])]
-        evidence += [f"{found.boundary}: {found.text}" for found in explanations]
+        evidence += [
+            f"{found.boundary}: {found.text}" + (f" (dumps, tested on {found.rows_tested} held-out rows)" if found.source == "dumps" else "")
+            for found in explanations
+        ]
         lead = next((lead for lead in self.scene.leads if lead.name == "quantization"), None)
         evidence += [lead.text for lead in self.scene.leads]
         first = [found for found in explanations if found.boundary == root.place.boundary]

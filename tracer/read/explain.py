@@ -191,8 +191,8 @@ def _other_layer(material: Material, comparison: Comparison, pairs: I64) -> Foun
 def explain_weights(material: Material, weights: WeightComparison, first: str) -> list[Explanation]:
     """Shapes of the weights that differ, and of the first boundary that is computed with the first of them."""
     found = [
-        _explanation(name, shape, "sketches" if shape.shape in (Shape.LOW_RANK, Shape.CONSTANT_VECTOR) else "digests")
-        for name, shape in weight_shapes(material.a, material.b, weights, first)
+        _explanation(name, shape, shape.source or ("sketches" if shape.shape in (Shape.LOW_RANK, Shape.CONSTANT_VECTOR) else "digests"))
+        for name, shape in weight_shapes(material.a, material.b, weights, first, material.dumps)
     ]
     for name, judged in material.judged.items():
         if first in material.catalogue.get(name, judged.comparison.a.info).weights and judged.above_D.any():

@@ -34,7 +34,7 @@ def grid_shape(rows: MatchedRows) -> Found | None:
     """One side is the other rounded to a coarser dtype, or lies on the grid of one times a scale. Exact rows only."""
     if not rows.exact or rows.a_NC.size < _FEW or len(rows) < 2:
         return None
-    return _rounded(rows) or _scaled(rows)
+    return _rounded(rows) or _scaled(rows) or _both(rows)
 
 
 def round_to(values: npt.NDArray[Any], dtype: str) -> F64:
@@ -77,6 +77,35 @@ def _scaled(rows: MatchedRows) -> Found | None:
                     parameters = {"dtype": dtype, "side": side.lower(), "scale": per}
                     return Found(Shape.GRID, text, len(rows) - count, count, 1 - share, parameters)
     return None
+
+
+def _both(rows: MatchedRows) -> Found | None:
+    """Both sides lie on one grid with one scale per tensor, and part by a few of its steps: quantised from other values."""
+    tested = len(rows) // 2
+    for dtype in ("float8_e5m2", "float8_e4m3fn", "int8"):
+        fit = np.concatenate([rows.a_NC[::2], rows.b_NC[::2]]).reshape(1, -1)
+        scales = _scales(fit, dtype, rows.epsilon)
+        if scales is None:
+            continue
+        sides = [_share(side[1::2].reshape(1, -1), scales, dtype, rows.epsilon) for side in (rows.a_NC, rows.b_NC)]
+        if any(on < _ON or looked < _FEW for on, looked in sides) or _by_chance(rows, scales, dtype):
+            continue
+        grid = _grid(dtype)
+        codes = [np.searchsorted(grid, _nearest(side / scales, grid)) for side in (rows.a_NC, rows.b_NC)]
+        steps = np.abs(codes[0] - codes[1])
+        moved = float((steps > 0).mean())
+        most = int(steps.max(initial=0))
+        short = dtype.removeprefix("float8_").removesuffix("fn")
+        text = f"both sides lie on the {short} grid times one scale; {moved:.1%} of the codes differ in these rows, by at most {most} step"
+        parameters = {"dtype": dtype, "side": "both", "scale": "tensor", "codes": moved, "steps": most}
+        return Found(Shape.GRID, text + ("s" if most != 1 else ""), len(rows) - tested, tested, 1 - min(on for on, _ in sides), parameters)
+    return None
+
+
+def _by_chance(rows: MatchedRows, scales: F64, dtype: str) -> bool:
+    """Whether values like these lie on the grid whatever their scale is."""
+    values = rows.a_NC[1::2].reshape(1, -1)
+    return all(_share(values, scales * other, dtype, rows.epsilon)[0] > _OFF for other in (1.1, 1.3))
 
 
 def _on_grid(image_NC: F64, source_NC: F64, dtype: str, per: str, epsilon: float) -> tuple[float, int] | None:

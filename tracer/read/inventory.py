@@ -139,9 +139,7 @@ def _boundary_lines(files: TraceFiles, manifests: list[Manifest]) -> Iterable[Bo
     for shard in (*files.shards, *files.uncommitted):
         for _, block in shard.blocks():
             rows[block.boundary] = rows.get(block.boundary, 0) + block.row_count
-            loose.setdefault(
-                block.boundary, BoundaryLine(name=block.boundary, status="recorded", dtype=block.dtype, width=block.width)
-            )
+            loose.setdefault(block.boundary, BoundaryLine(name=block.boundary, status="recorded", dtype=block.dtype, width=block.width))
     scopes = [next((sequence.scope for sequence in shard.sequences), "") for shard in files.shards if shard.manifest is not None]
     for boundary in merge_catalogue(manifests, scopes):
         loose.pop(boundary.name, None)

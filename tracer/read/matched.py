@@ -21,7 +21,7 @@ from tracer.read.compare import Comparison
 from tracer.read.dumped import DumpedBoundary
 from tracer.read.logical import LogicalBoundary, Statistics
 
-__all__ = ["EPSILON", "MatchedRows", "dumped_lines", "dumped_rows", "exact_scores", "recorded_rows", "spread"]
+__all__ = ["EPSILON", "MOST_VALUES", "MatchedRows", "dumped_lines", "dumped_rows", "exact_scores", "recorded_rows", "spread"]
 
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]

@@ -341,9 +341,7 @@ def _by_prefix(
     In the sorted list of all sequences the best pair is always adjacent, and taking it out leaves its neighbours
     with the shorter of their two prefixes: O(n log n) in the number of sequences.
     """
-    entries = sorted(
-        [(_sortable(a[i].ids), 0, i) for i in left_a] + [(_sortable(b[j].ids), 1, j) for j in left_b]
-    )
+    entries = sorted([(_sortable(a[i].ids), 0, i) for i in left_a] + [(_sortable(b[j].ids), 1, j) for j in left_b])
     sides = (a, b)
     ids = [sides[side][index].ids for _, side, index in entries]
     after = list(range(1, len(entries) + 1))

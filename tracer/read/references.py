@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from tracer.errors import Code, UsageError
-from tracer.format.reference import Reference, ReferenceRows
+from tracer.format.reference import Reference, ReferenceRows, ReferenceWeight
 from tracer.format.schema import RowScope
 from tracer.read.dumped import Dumps, read_dumps
 from tracer.read.findings import Kind
@@ -15,6 +17,8 @@ from tracer.read.logical import LogicalTrace
 from tracer.read.opening import TraceLike, opened
 
 __all__ = ["make_reference", "operator_rows"]
+
+U64 = npt.NDArray[np.uint64]
 
 
 def make_reference(trace: TraceLike, *, values: bool = False) -> Reference:
@@ -30,7 +34,24 @@ def make_reference(trace: TraceLike, *, values: bool = False) -> Reference:
         )  # fmt: skip
     dumps = read_dumps(logical) if values else None
     order = {info.name: at for at, info in enumerate(logical.catalogue)}
-    return Reference(logical.manifest.run_id, order, lambda name: _rows(logical, dumps, name))
+    return Reference(
+        logical.manifest.run_id, order, lambda name: _rows(logical, dumps, name), os.path.abspath(logical.path), dict(_weights(logical))
+    )
+
+
+def _weights(trace: LogicalTrace) -> Iterator[tuple[str, ReferenceWeight]]:
+    """Every weight with a digest of the whole."""
+
+    def rows_of(name: str) -> Callable[[], U64 | None]:
+        def load() -> U64 | None:
+            rows = trace.load_weight_rows(name)
+            return None if rows is None else rows.digest_N2
+
+        return load
+
+    for name, weight in trace.weights.items():
+        if not weight.unknown:
+            yield name, ReferenceWeight(weight.dtype, weight.rows, weight.columns, weight.digest, rows_of(name))
 
 
 def operator_rows(
@@ -63,9 +84,11 @@ def _refused(what: str, dumps: Dumps) -> UsageError:
 
 
 def _rows(trace: LogicalTrace, dumps: Dumps | None, name: str) -> ReferenceRows | None:
+    declared = trace.declared(name)
+    never_K = np.unique(np.concatenate(list(declared.values()))) if declared else None
     if dumps is not None and name in dumps.boundaries:
         dumped = dumps.boundaries[name]
-        return ReferenceRows(dumped.dtype, dumped.width, dumped.key_R, dumped.expert_R, dumped.digest_R2, dumped.raw_RB)
+        return ReferenceRows(dumped.dtype, dumped.width, dumped.key_R, dumped.expert_R, dumped.digest_R2, dumped.raw_RB, never_K)
     boundary = trace.boundaries.get(name)
     if boundary is None:
         return None
@@ -77,4 +100,5 @@ def _rows(trace: LogicalTrace, dumps: Dumps | None, name: str) -> ReferenceRows 
         boundary.expert_R,
         None if boundary.partial_axis else boundary.digest_R2,
         None if values_RC is None else np.ascontiguousarray(values_RC, "<i8").view(np.uint8).reshape(len(boundary), -1),
+        never_K,
     )

@@ -40,7 +40,7 @@ _SPANS_SHOWN = 4
 
 @dataclass(frozen=True)
 class Found:
-    """A shape that holds. Fields as in ``Explanation``."""
+    """A shape that holds. Fields as in ``Explanation``. ``source``: empty where whoever asked knows it."""
 
     shape: Shape
     text: str
@@ -48,6 +48,7 @@ class Found:
     tested: int
     misfit: float | None = None
     parameters: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What became of weights that differ: zeroed, exchanged, tied or not, rows permuted, or moved by a simple rule.
 
 Digests of whole weights tell what is all zero and what is another weight's bytes, for every digest is linear and keyed
-by place. Rows need ``weights="rows"``.
+by place. Rows need ``weights="rows"``, their values a dump of the first weight that differs (a plan, or ``against=``).
 
 Shape suffixes: R rows of one weight.
 """
@@ -15,14 +15,18 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from tracer.format.dtypes import decode_to_float32
 from tracer.format.fingerprint import Fingerprints
 from tracer.format.fingerprint_plan import GROUP, sketch_buckets, sketch_signs
 from tracer.format.schema import Weight
+from tracer.read.dump_table import weight_lines
+from tracer.read.dumped import Dumps
 from tracer.read.findings import Shape
-from tracer.read.grids import round_to
+from tracer.read.grids import grid_shape, round_to
 from tracer.read.logical import LogicalTrace
-from tracer.read.matched import MatchedRows
-from tracer.read.shapes import Found, value_shape
+from tracer.read.matched import MOST_VALUES, MatchedRows, spread
+from tracer.read.permutations import column_permutation
+from tracer.read.shapes import Found, one_sided, value_shape
 from tracer.read.weight_diff import WeightComparison
 from tracer.read.wording import count
 
@@ -38,8 +42,11 @@ _MOST = 8
 """Weights that are looked at row by row."""
 
 
-def weight_shapes(a: LogicalTrace, b: LogicalTrace, weights: WeightComparison, first: str) -> list[tuple[str, Found]]:
-    """(weight, shape) for the weights that differ. ``first``: the one the report is about."""
+def weight_shapes(
+    a: LogicalTrace, b: LogicalTrace, weights: WeightComparison, first: str, dumps: tuple[Dumps, Dumps] | None = None
+) -> list[tuple[str, Found]]:
+    """(weight, shape) for the weights that differ. ``first``: the one the report is about. ``dumps``: of both sides, whose
+    values are looked at where no digest tells."""
     names = [weight.name for weight in weights.differing]
     found: list[tuple[str, Found]] = []
     found += _untied(a, b, names)
@@ -48,7 +55,7 @@ def weight_shapes(a: LogicalTrace, b: LogicalTrace, weights: WeightComparison, f
     for name in [first, *(name for name in names if name != first)][:_MOST]:
         if name in told or name not in names:
             continue
-        shape = _zeroed(a.weights[name], b.weights[name]) or _elsewhere(a, b, name) or _by_rows(a, b, name)
+        shape = _zeroed(a.weights[name], b.weights[name]) or _elsewhere(a, b, name) or _by_rows(a, b, name, dumps)
         if shape is not None:
             found.append((name, shape))
     return found
@@ -121,16 +128,49 @@ def _elsewhere(a: LogicalTrace, b: LogicalTrace, name: str) -> Found | None:
 # ---------------------------------------------------------------- row by row
 
 
-def _by_rows(a: LogicalTrace, b: LogicalTrace, name: str) -> Found | None:
+def _by_rows(a: LogicalTrace, b: LogicalTrace, name: str, dumps: tuple[Dumps, Dumps] | None) -> Found | None:
     rows_a, rows_b = a.load_weight_rows(name), b.load_weight_rows(name)
     x, y = a.weights[name], b.weights[name]
-    if rows_a is None or rows_b is None or (x.rows, x.columns) != (y.rows, y.columns):
-        return None
-    if x.dtype == y.dtype:
+    recorded = rows_a is not None and rows_b is not None and (x.rows, x.columns) == (y.rows, y.columns)
+    if recorded and rows_b is not None and x.dtype == y.dtype:
         found = _permuted_rows(a, b, name, rows_b)
         if found is not None:
             return found
-    return _moved(x, y, rows_a, rows_b)
+    held = None if dumps is None else _dumped(name, dumps)
+    if held is not None:
+        found = column_permutation(held) or value_shape(held) or grid_shape(held) or one_sided(held)
+        if found is not None:
+            more = f" ({count(held.total, 'row')} of {x.rows} differ)" if found.shape is Shape.LOW_RANK and recorded else ""
+            return replace(found, text=found.text + more, source="dumps")
+    return _moved(x, y, rows_a, rows_b) if recorded and rows_a is not None and rows_b is not None else None
+
+
+def _dumped(name: str, dumps: tuple[Dumps, Dumps]) -> MatchedRows | None:
+    """Dumped rows of a weight that differ, as numbers; None where there are none of both sides."""
+    a, b = (held.weights.get(name) for held in dumps)
+    if a is None or b is None or a.width != b.width:
+        return None
+    lines_a, lines_b = weight_lines(a, b)
+    same = a.dtype == b.dtype
+    apart = (a.raw_RB[lines_a] != b.raw_RB[lines_b]).any(axis=1) if same else np.ones(len(lines_a), np.bool_)
+    number_N = a.row_R[lines_a[apart]]
+    chosen = spread(np.flatnonzero(apart), max(MOST_VALUES // max(a.width, 1), 8))
+    try:
+        values = [
+            decode_to_float32(side.raw_RB[lines[chosen]], side.dtype).reshape(len(chosen), side.width).astype(np.float64)
+            for side, lines in ((a, lines_a), (b, lines_b))
+        ]
+    except ValueError:
+        return None  # packed: bytes without values of their own
+    good = np.isfinite(values[0]).all(axis=1) & np.isfinite(values[1]).all(axis=1)
+    if not good.any():
+        return None
+    a_NC, b_NC = (side[good] for side in values)
+    row_N = a.row_R[lines_a[chosen]][good]
+    return MatchedRows(
+        name=name, dtype_a=a.dtype, dtype_b=b.dtype, a_NC=a_NC, b_NC=b_NC, squares_a_N=(a_NC**2).sum(axis=1),
+        squares_b_N=(b_NC**2).sum(axis=1), exact=True, source="dumps", token_N=row_N, position_N=row_N, total=len(number_N),
+    )  # fmt: skip
 
 
 def _permuted_rows(a: LogicalTrace, b: LogicalTrace, name: str, rows_b: Fingerprints) -> Found | None:

@@ -30,7 +30,7 @@ from tracer.record.boundaries import Plan, resolve
 from tracer.record.boundary_maps import load_boundary_map, map_for_root_class, require_served
 from tracer.record.dumping import Dumping, dump_globs
 from tracer.record.environment import run_conditions
-from tracer.record.forward_record import Watch
+from tracer.record.forward_record import ForwardRecord, Watch
 from tracer.record.host import Host
 from tracer.record.intervention_plan import needed_boundaries, plan_interventions, told_interventions
 from tracer.record.interventions import Feed, Intervention, Nudge, unreached
@@ -44,6 +44,7 @@ from tracer.record.recording import Recorder
 from tracer.record.run_identity import RunIdentity, agree_on_run
 from tracer.record.tallies import reason_of
 from tracer.record.tokens import SequenceRegistry
+from tracer.record.weight_dumps import differing_weight, dump_weights, planned_weights
 from tracer.record.weights import WeightSnapshot, fingerprint_weights, weights_changed
 
 __all__ = ["Trace"]
@@ -70,6 +71,7 @@ class Trace:
         self._recording = False
         self._stop_reason = ""
         self._incomplete = ""
+        self._refusal: TracerError | None = None
         self._depth = 0
         self._thread = 0
         """Runs the forward that has begun last."""
@@ -94,6 +96,11 @@ class Trace:
         return self._recorder.forwards if self._entered else 0
 
     @property
+    def refusal(self) -> TracerError | None:
+        """Why a forward could not carry out an intervention."""
+        return self._refusal
+
+    @property
     def incomplete(self) -> str:
         """Why the trace is incomplete, empty where it is not."""
         return self._incomplete
@@ -102,7 +109,7 @@ class Trace:
         """End the trace from outside a ``with`` block. ``reason``: what makes it incomplete, if anything does."""
         self._need(self._recording)
         self._incomplete = self._incomplete or reason
-        self.__exit__(None, None, None)
+        self._leave(None)
 
     def cancel(self) -> None:
         """End the trace and leave nothing of it: another process of the run could not begin."""
@@ -202,12 +209,13 @@ class Trace:
         self._read_surroundings()
         with ExitStack() as stack:
             self._dumps = self._dump_writer()
+            self._dump_weights()
             self._outbox = Outbox(self._writer, self._dumps)
             stack.callback(self._outbox.close)
             self._registry = SequenceRegistry(self._outbox.open_sequence, self._outbox.add_ids)
             self._savers = self._make_savers()
             self._recorder = Recorder(self._host, self._plan, self._registry, self._outbox, self._wanted, self._savers)
-            self._interventions = plan_interventions(self._options, self._host, self._plan, self._recorder.running, self._registry)
+            self._interventions = plan_interventions(self._options, self._host, self._plan, self._changeable, self._registry)
             stack.callback(self._guarded, self._recorder.close)
             self._process = os.getpid()
             self._wire(stack)
@@ -224,6 +232,24 @@ class Trace:
         identity, rank = self._identity, self._host.mesh().rank
         return DumpWriter(identity.out, rank, identity.run_id, "; ".join(asked), self._options.max_dump_bytes, options.plan)
 
+    def _dump_weights(self) -> None:
+        """Save rows of weights, before anything runs. What goes wrong unforeseen costs them, not the run. Raises CaptureError."""
+        if self._dumps is None:
+            return
+        wanted = planned_weights(self._options.plan)
+        try:
+            if self._options.against is not None:
+                differing, notes = differing_weight(self._options.against, self._weights, self._plan)
+                wanted |= differing
+                self._notes += notes
+            self._notes += dump_weights(wanted, self._host, self._plan, self._dumps)
+        except TracerError:
+            raise
+        except Exception as error:
+            if self._options.strict:
+                raise _as_capture_error(error) from error
+            self._incomplete = self._incomplete or f"weights could not be saved: {reason_of(error)}"
+
     def _make_savers(self) -> list[Dumping | Against]:
         """Raises UsageError (bad-argument)."""
         options, boundaries = self._options, self._plan.boundaries
@@ -231,8 +257,9 @@ class Trace:
             return []
         max_bytes, left_out = options.max_dump_bytes, self._dumps.left_out
         dumping = Dumping(
-            self._registry, self._outbox, boundaries, globs=self._globs, plan=options.plan, max_bytes=max_bytes, left_out=left_out
-        )
+            self._registry, self._outbox, boundaries, globs=self._globs, plan=options.plan,
+            max_bytes=max_bytes - self._dumps.bytes, left_out=left_out,
+        )  # fmt: skip
         return [dumping] if options.against is None else [dumping, Against(options.against, boundaries, dumping)]
 
     def _read_surroundings(self) -> None:
@@ -271,7 +298,16 @@ class Trace:
     def _intervene(self, stack: ExitStack, interventions: Iterable[Intervention]) -> None:
         """Hooks of interventions. A nudge comes before what records the boundary, what replaces values after it."""
         for entry in interventions:
-            entry.install(self._modules[entry.reader.source.module], stack, lambda error: self._stop(reason_of(error)))
+            entry.install(self._modules[entry.reader.source.module], stack, self._refused)
+
+    def _changeable(self) -> ForwardRecord | None:
+        """The forward that is running, None outside any and once the recording has stopped."""
+        return None if self._stop_reason else self._recorder.running()
+
+    def _refused(self, error: Exception) -> None:
+        """An intervention could not be carried out: nothing after it is recorded."""
+        self._refusal = self._refusal or _as_capture_error(error)
+        self._stop(reason_of(error))
 
     # ------------------------------------------------------------------------------------------------ hooks
 
@@ -362,11 +398,22 @@ class Trace:
     # ------------------------------------------------------------------------------------------------ leaving
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        failure = self._leave(error)
+        if error is not None:
+            return
+        alone = self._host.mesh().world_size == 1  # others may wait for this process in their next collective
+        if self._refusal is not None and (alone or self._options.strict):
+            raise self._refusal
+        if self._options.strict and (failure is not None or self._incomplete):
+            raise CaptureError(Code.CAPTURE_FAILED, self._incomplete, where=str(self._identity.out)) from failure
+
+    def _leave(self, error: BaseException | None) -> Exception | None:
+        """Everything off, and the manifest written. Gives what went wrong in that. ``error``: the traced program's."""
         self._recording = False
         if os.getpid() != self._process:  # the shard is the parent's
             self._stop(_FORKED)
             self._stack.close()
-            return
+            return None
         if error is not None:
             self._incomplete = self._incomplete or f"the traced program raised {reason_of(error)}"
         if self._depth:
@@ -386,8 +433,7 @@ class Trace:
             first, count = self._vacuous[0], len(self._vacuous)
             more = f" (and {count - 1} more)" if count > 1 else ""
             print(f"tracer: {self._identity.out} proves nothing at {first.name}{more}: {first.reason}", file=sys.stderr)
-        if self._options.strict and error is None and (failure is not None or self._incomplete):
-            raise CaptureError(Code.CAPTURE_FAILED, self._incomplete, where=str(self._identity.out)) from failure
+        return failure
 
     def _commit(self) -> None:
         """Write the manifest of what was recorded."""

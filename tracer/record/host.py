@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,7 @@ __all__ = [
     "Forward",
     "Host",
     "HostParameter",
+    "KeepsState",
     "Mesh",
     "Placement",
     "Rows",
@@ -199,3 +200,11 @@ class Host(Protocol):
 
     def compiled_reason(self, module_path: str) -> str:
         """Why hooks on this module may stay silent (compiled region, graph replay), else empty."""
+
+
+@runtime_checkable
+class KeepsState(Protocol):
+    """A host that may know why the model must not be changed while it runs."""
+
+    def keeps_state(self) -> tuple[str, str] | None:
+        """What of one run the next one reads, such as a prefix cache, and the remedy; None where there is nothing."""

@@ -8,7 +8,7 @@ from tracer.errors import Code, UsageError
 from tracer.format.reference import Reference
 from tracer.format.schema import Axis, Boundary, BoundaryStatus
 from tracer.record.boundaries import Plan, matches
-from tracer.record.host import Host
+from tracer.record.host import Host, KeepsState
 from tracer.record.interventions import Feed, Intervention, Nudge, Pin, Running, refuse_split_sequences
 from tracer.record.map_entries import ROW_AXES
 from tracer.record.options import TraceOptions
@@ -33,6 +33,14 @@ def needed_boundaries(options: TraceOptions) -> tuple[str, ...]:
 def plan_interventions(options: TraceOptions, host: Host, plan: Plan, running: Running, registry: SequenceRegistry) -> list[Intervention]:
     """Everything that is changed in this process. Raises UsageError (intervention-refused, bad-argument)."""
     found: list[Intervention] = []
+    wanted = bool(options.perturb_ulps) or options.feed is not None or bool(options.pin)
+    if wanted and isinstance(host, KeepsState) and (why := host.keeps_state()):
+        raise _refused(
+            "an intervention would meet what this program remembers of earlier runs, and stay in what later ones remember",
+            expected="a program that computes every token of the run",
+            found=why[0],
+            remedy=why[1],
+        )
     boundaries = {boundary.name: boundary for boundary in plan.boundaries if boundary.status is BoundaryStatus.RECORDED}
     if options.perturb_ulps and _must_be_shown("embedding", plan):
         found.append(Nudge(_reader("embedding", plan, host), host, running, registry, ulps=options.perturb_ulps))
@@ -88,11 +96,20 @@ def told_interventions(options: TraceOptions, interventions: Sequence[Interventi
     feeds = [entry for entry in interventions if isinstance(entry, Feed)]
     if options.feed is not None:
         cast = sorted({entry.cast for entry in feeds} - {""})
-        told.append(f"feed={options.feed.name}" + (f" (cast from {', '.join(cast)})" if cast else ""))
+        aside = [f"cast from {', '.join(cast)}"] if cast else []
+        aside += _left_alone(feeds)
+        told.append(f"feed={options.feed.name}" + (f" ({'; '.join(aside)})" if aside else ""))
     for glob, reference in (options.pin or {}).items():
         pins = [entry for entry in interventions if isinstance(entry, Pin) and matches(entry.boundary, glob)]
-        told.append(f"pin {glob}={reference.name} ({sum(pin.changed for pin in pins)} choices changed)")
+        aside = [f"{sum(pin.changed for pin in pins)} choices changed", *_left_alone(pins)]
+        told.append(f"pin {glob}={reference.name} ({'; '.join(aside)})")
     return tuple(told)
+
+
+def _left_alone(interventions: Sequence[Intervention]) -> list[str]:
+    """Rows that keep their own values, as a remark."""
+    rows = max((entry.left_rows for entry in interventions), default=0)
+    return [f"{rows} rows that the other side never computed keep their own"] if rows else []
 
 
 def _must_be_shown(name: str, plan: Plan) -> bool:

@@ -1,8 +1,10 @@
 """What changes the model's computation on purpose: nudged embeddings, replaced block inputs, pinned choices.
 
-Diagnosis and never a fix: every one of them is in the manifest, and one that cannot be carried out as asked ends the forward
-with UsageError (intervention-refused): half an intervention says nothing. Everything happens in the traced process, in hooks
-that come off with the others.
+Diagnosis and never a fix: every one of them is in the manifest. One that cannot be carried out as asked leaves the model's own
+values, and its refusal (UsageError, intervention-refused) ends the recording: half an intervention says nothing. It is not
+raised inside the forward: an engine's scheduler, and other processes that wait in a collective, would never come back. Only a
+recomputation in backward is refused at once: it would give wrong gradients, in all processes alike. Everything happens in the
+traced process, in hooks that come off with the others.
 
 Suffixes: N rows of a leaf, C columns, K ids per row, E experts.
 """
@@ -28,12 +30,14 @@ from tracer.record.readers import SourceReader
 from tracer.record.recompute import in_backward
 from tracer.record.tokens import SequenceRegistry
 
-__all__ = ["Feed", "Intervention", "Nudge", "Pin", "nudge_values", "refuse_split_sequences", "unreached"]
+__all__ = ["Feed", "Intervention", "Nudge", "Pin", "Told", "nudge_values", "refuse_split_sequences", "unreached"]
 
 U64 = npt.NDArray[np.uint64]
 BoolArray = npt.NDArray[np.bool_]
 Running = Callable[[], "ForwardRecord | None"]
 """The forward that is running, None outside any."""
+Told = Callable[[Exception], None]
+"""Hears of what could not be carried out."""
 
 _MAGNITUDE = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
@@ -59,14 +63,17 @@ class Intervention:
     running: Running
     registry: SequenceRegistry
     executions: int = field(default=0, init=False)
+    left: dict[int, int] = field(default_factory=dict, init=False)
+    """Sequence -> its first position that was left alone, because the other side never computed it."""
+    left_rows: int = field(default=0, init=False)
 
     @property
     def boundary(self) -> str:
         """Its name."""
         return self.reader.source.boundary
 
-    def install(self, module: torch.nn.Module, stack: ExitStack, told: Callable[[Exception], None]) -> None:
-        """Hooks onto ``module``; ``told`` hears of a refusal before it is raised into the traced program."""
+    def install(self, module: torch.nn.Module, stack: ExitStack, told: Told) -> None:
+        """Hooks onto ``module``; ``told`` hears of a refusal, after which ``running`` gives None."""
 
         def before(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             changed = self._guarded(told, args, kwargs, None)
@@ -81,18 +88,38 @@ class Intervention:
         else:
             stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
 
-    def _guarded(self, told: Callable[[Exception], None], args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _guarded(self, told: Told, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if torch.compiler.is_compiling():
             return None
+        _refuse_recompute(self.boundary, told)
         try:
             return self._change(args, kwargs, output)
         except Exception as error:
             told(error)
-            raise
+            return None
+
+    def pair(self, rows: Rows, theirs: ReferenceRows, source: str) -> tuple[Any, Any]:
+        """Rows of a leaf that belong to a sequence, and the other side's line of each: both int64 (N,). What the other side never
+        computed is left out where nothing that is paired follows it. Raises UsageError (intervention-refused)."""
+        index_N, line_N = _pair(self.boundary, rows, self.registry, theirs, source)
+        missing_N = line_N < 0
+        sequence_N, position_N = rows.sequence_N[index_N], rows.position_N[index_N]
+        for sequence, position in zip(sequence_N[missing_N].tolist(), position_N[missing_N].tolist(), strict=True):
+            self.left[sequence] = min(position, self.left.get(sequence, position))
+        for sequence, first in self.left.items():
+            after_N = (sequence_N == sequence) & ~missing_N & (position_N > first)
+            if after_N.any():
+                raise _refused(
+                    f"{self.boundary} cannot be replaced: {source} never computed some of its tokens, and later ones read them",
+                    expected="rows of every token, as far as the sequence goes",
+                    found=f"{_places(self.registry, sequence_N[after_N], np.array([first]))} missing",
+                    remedy="let the other side compute them: no prefix cache, or an empty one, and the trace begun before the request",
+                )
+        self.left_rows += int(missing_N.sum())
+        return index_N[~missing_N], line_N[~missing_N]
 
     def _change(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """The call with the boundary changed; None outside any forward."""
-        _refuse_recompute(self.boundary)
         record = self.running()
         if record is None:
             return None
@@ -181,7 +208,7 @@ class Feed(Intervention):
             )
         if theirs.width != width or theirs.raw_RB is None:
             raise _refused(f"{self.boundary} cannot be fed: its width is another", expected=f"{width} columns", found=f"{theirs.width}")
-        index_N, line_N = _pair(self.boundary, rows, self.registry, theirs, self.source)
+        index_N, line_N = self.pair(rows, theirs, self.source)
         dtype = getattr(torch, theirs.dtype)
         raw_NB = np.ascontiguousarray(theirs.raw_RB[line_N])
         values_NC = torch.from_numpy(raw_NB).view(dtype).reshape(len(line_N), width).to(rows_NC.device)
@@ -202,11 +229,12 @@ class Pin(Intervention):
     changed: int = field(default=0, init=False)
     """Tokens whose choice was another, over all forwards."""
 
-    def install(self, module: torch.nn.Module, stack: ExitStack, told: Callable[[Exception], None]) -> None:
+    def install(self, module: torch.nn.Module, stack: ExitStack, told: Told) -> None:
         modes: list[_AnswerTopK] = []
 
         def before(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not torch.compiler.is_compiling():
+                _refuse_recompute(self.boundary, told)
                 mode = _AnswerTopK(self)
                 mode.__enter__()  # type: ignore[no-untyped-call]
                 modes.append(mode)
@@ -224,7 +252,6 @@ class Pin(Intervention):
                 )
             if mode.error is not None:
                 told(mode.error)
-                raise mode.error
 
         # entered last and left first: whatever else hooks this module is not answered
         stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
@@ -232,12 +259,11 @@ class Pin(Intervention):
 
     def answer(self, scores_NE: torch.Tensor, values_NK: torch.Tensor, ids_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The other side's choice instead of ``values_NK, ids_NK``; None outside any forward. Raises UsageError."""
-        _refuse_recompute(self.boundary)
         record = self.running()
         if record is None:
             return None
         rows = record.rows_of(self.reader, (len(scores_NE),), self.host)
-        index_N, line_N = _pair(self.boundary, rows, self.registry, self.theirs, self.source)
+        index_N, line_N = self.pair(rows, self.theirs, self.source)
         assert self.theirs.raw_RB is not None
         wanted_NK = self.theirs.raw_RB[line_N].view(np.int64).reshape(len(line_N), -1)
         own_NK = ids_NK.detach().cpu().numpy()[index_N]
@@ -279,7 +305,7 @@ class _AnswerTopK(TorchFunctionMode):
             return result
         try:
             answer = self._pin.answer(scores, values, ids)
-        except Exception as error:  # raised where the module ends: its own code may catch anything
+        except Exception as error:  # told where the module ends
             self.error = error
             return result
         self.answered = True
@@ -287,7 +313,8 @@ class _AnswerTopK(TorchFunctionMode):
 
 
 def _pair(boundary: str, rows: Rows, registry: SequenceRegistry, theirs: ReferenceRows, source: str) -> tuple[Any, Any]:
-    """Rows of a leaf that belong to a sequence, and the other side's line of each: both int64 (N,).
+    """Rows of a leaf that belong to a sequence, and the other side's line of each, -1 where it declares that it never computed
+    the row: both int64 (N,).
 
     Raises UsageError (intervention-refused) where a row's token is not known here, or the other side does not have it."""
     index_N = np.flatnonzero(rows.sequence_N >= 0)
@@ -299,12 +326,16 @@ def _pair(boundary: str, rows: Rows, registry: SequenceRegistry, theirs: Referen
             found=_places(registry, sequence_N[~known_N], position_N[~known_N]),
         )
     line_N = theirs.find(key_N, None)
-    if (line_N < 0).any():
+    absent_N = line_N < 0
+    if theirs.never_K is not None:
+        absent_N &= ~np.isin(key_N, theirs.never_K)
+    if absent_N.any():
         raise _refused(
             f"{boundary} cannot be replaced: {source} does not have all of its tokens",
             expected=f"{len(line_N)} rows",
-            found=f"{int((line_N < 0).sum())} missing, {_places(registry, sequence_N[line_N < 0], position_N[line_N < 0])}",
-            remedy="give both sides the same tokens, and dump whole boundaries on the other side: dump= without tokens=",
+            found=f"{int(absent_N.sum())} missing, {_places(registry, sequence_N[absent_N], position_N[absent_N])}",
+            remedy="give both sides the same tokens (an engine: as prompts, max_tokens=1; what it samples under an intervention may be "
+            "another token), and dump whole boundaries on the other side: dump= without tokens=",
         )
     return index_N, line_N
 
@@ -314,13 +345,16 @@ def _places(registry: SequenceRegistry, sequence_N: npt.NDArray[np.int64], posit
     return f"first {named.request or named.label}:{int(position_N[0])}"
 
 
-def _refuse_recompute(boundary: str) -> None:
+def _refuse_recompute(boundary: str, told: Told) -> None:
+    """Raises UsageError (intervention-refused) while activations are recomputed."""
     if in_backward():
-        raise _refused(
+        error = _refused(
             f"{boundary} cannot be changed while activation checkpointing recomputes it",
             expected="forwards only",
             remedy="run the diagnosis under torch.no_grad()",
         )
+        told(error)
+        raise error
 
 
 def unreached(interventions: Iterable[Intervention]) -> str:

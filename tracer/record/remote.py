@@ -17,6 +17,7 @@ import msgspec
 from tracer import errors
 from tracer.errors import CaptureError, Code, TracerError, UsageError
 from tracer.format.dumps import DumpPlan
+from tracer.format.reference import Reference
 from tracer.record.capture import Trace
 from tracer.record.dumping import dump_globs
 from tracer.record.host import Host
@@ -26,7 +27,13 @@ from tracer.record.run_identity import RunIdentity, agree_on_run
 from tracer.record.tallies import reason_of
 from tracer.record.tokens import read_request_names
 
-__all__ = ["Processes", "RemoteTrace", "TraceServer"]
+__all__ = ["OpenReference", "Processes", "RemoteTrace", "TraceServer"]
+
+
+class OpenReference(Protocol):
+    """The facade's ``open_reference``: recording never reads traces itself."""
+
+    def __call__(self, path: str, *, values: bool) -> Reference: ...
 
 
 class Processes(Protocol):
@@ -54,6 +61,9 @@ class _Start(msgspec.Struct, frozen=True, kw_only=True):
     dump: tuple[str, ...] = ()
     max_dump_bytes: int
     plan: DumpPlan | None = None
+    against: str = ""
+    feed: str = ""
+    pin: dict[str, str] = {}
     perturb_ulps: int = 0
 
 
@@ -76,13 +86,6 @@ class RemoteTrace:
                 found=repr(options.sequences),
                 remedy="leave sequences= out",
             )
-        for name in ("against", "feed", "pin"):
-            if getattr(options, name) is not None:
-                raise UsageError(
-                    Code.INTERVENTION_REFUSED if name != "against" else Code.BAD_ARGUMENT,
-                    f"{name}= needs the model in this process; this one runs in the engine's workers",
-                    remedy="build the engine in this process" + (", or use tracer diff A B --plan FILE" if name == "against" else ""),
-                )
         self._processes = processes
         self._options = options
         self._version = version
@@ -129,8 +132,10 @@ class RemoteTrace:
         assert self._identity is not None
         why = "" if error is None else f"the traced program raised {reason_of(error)}"
         failure: Exception | None = None
+        refusals: list[TracerError] = []
         try:
             answers = self._ask("stop", why)
+            refusals = [_error_of(answer.error) for answer in answers if answer.error]
             reasons = {answer.incomplete or answer.error.get("what", "") for answer in answers} - {""}
         except Exception as caught:  # a dead engine must not hide what the program raised
             failure, reasons = caught, {f"the processes that record did not answer: {reason_of(caught)}"}
@@ -139,6 +144,8 @@ class RemoteTrace:
             print(f"tracer: {self._identity.out} is incomplete: {incomplete}", file=sys.stderr)
         elif not self._identity.named:
             print(f"tracer: wrote {self._identity.out}", file=sys.stderr)
+        if refusals and error is None:
+            raise refusals[0]
         if self._options.strict and error is None and incomplete:
             raise CaptureError(Code.CAPTURE_FAILED, incomplete, where=str(self._identity.out)) from failure
 
@@ -156,7 +163,9 @@ class RemoteTrace:
 class TraceServer:
     """The other end, in one process that holds the model (or a part of it). ``answer`` never raises a TracerError."""
 
-    def __init__(self) -> None:
+    def __init__(self, open_reference: OpenReference) -> None:
+        """``open_reference``: opens another trace, from its folder."""
+        self._open_reference = open_reference
         self._trace: Trace | None = None
 
     def answer(self, method: str, message: bytes, host: Host | None) -> bytes:
@@ -173,7 +182,7 @@ class TraceServer:
                 raise UsageError(Code.BAD_ARGUMENT, "this process is recording already", remedy="end the other trace first")
             assert host is not None
             start = msgspec.json.decode(message, type=_Start)
-            trace = Trace(host, _options(start), start.version, RunIdentity(start.run_id, Path(start.out), True))
+            trace = Trace(host, _options(start, self._open_reference), start.version, RunIdentity(start.run_id, Path(start.out), True))
             self._trace = trace.__enter__()
             return _Answer()
         if self._trace is None:
@@ -190,7 +199,8 @@ class TraceServer:
         else:
             trace, self._trace = self._trace, None
             trace.stop(msgspec.json.decode(message, type=str))
-            return _Answer(incomplete=trace.incomplete)
+            refused = {} if trace.refusal is None else _error_parts(trace.refusal)
+            return _Answer(incomplete=trace.incomplete, error=refused)
         return _Answer()
 
 
@@ -209,11 +219,14 @@ def _start_message(options: TraceOptions, identity: RunIdentity, version: str) -
         dump=dump_globs(options.dump),
         max_dump_bytes=options.max_dump_bytes,
         plan=options.plan,
+        against="" if options.against is None else options.against.path,
+        feed="" if options.feed is None else options.feed.path,
+        pin={glob: reference.path for glob, reference in (options.pin or {}).items()},
         perturb_ulps=options.perturb_ulps,
     )
 
 
-def _options(start: _Start) -> TraceOptions:
+def _options(start: _Start, open_reference: OpenReference) -> TraceOptions:
     tokens = slice(*start.token_slice) if start.token_slice is not None else start.tokens
     return TraceOptions(
         map=start.map,
@@ -225,6 +238,9 @@ def _options(start: _Start) -> TraceOptions:
         dump=start.dump or None,
         max_dump_bytes=start.max_dump_bytes,
         plan=start.plan,
+        against=open_reference(start.against, values=False) if start.against else None,
+        feed=open_reference(start.feed, values=True) if start.feed else None,
+        pin={glob: open_reference(path, values=False) for glob, path in start.pin.items()} or None,
         perturb_ulps=start.perturb_ulps,
     )
 

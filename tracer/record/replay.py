@@ -67,8 +67,10 @@ def replay_rows(
 
     Each input is one positional argument, (1, R, C), or (R, C) if not ``batched``, on the module's device, floats in the dtype of its
     parameters. The module's mode is left as it is.
-    Raises ``UsageError`` (intervention-refused) where no rows are shared, or the module gives other rows or columns.
+    Raises ``UsageError`` (intervention-refused) where no rows are shared, the module holds a part of its parameters, or it gives other
+    rows or columns.
     """
+    _refuse_sharded(module, boundary)
     line_R = np.arange(len(output.key_R))
     for rows in inputs.values():
         line_R = line_R[rows.find(output.key_R[line_R], None) >= 0]
@@ -109,6 +111,25 @@ def replay_rows(
         dumped_dtype=output.dtype,
         cast=cast,
     )
+
+
+def _refuse_sharded(module: torch.nn.Module, boundary: str) -> None:
+    """A part of an operator gives a part of its rows, and the other parts would have to be called in the other processes."""
+    cut = any(hasattr(entry, "device_mesh") or getattr(entry, "tensor_model_parallel", False) for entry in module.parameters())
+    parallel = max((int(getattr(entry, "tp_size", 1) or 1) for entry in module.modules()), default=1)
+    if parallel > 1 or (cut and _processes() > 1):
+        raise UsageError(
+            Code.INTERVENTION_REFUSED,
+            f"{boundary} cannot be replayed on this module: its parameters are cut over processes",
+            expected="a module with whole parameters",
+            found=type(module).__name__,
+            remedy="build the model in one process for the replay",
+        )
+
+
+def _processes() -> int:
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if there else 1
 
 
 def _tensor(rows: ReferenceRows, lines: Any) -> torch.Tensor:

@@ -29,7 +29,7 @@ from tracer.record.boundaries import Plan, WeightRule
 from tracer.record.fingerprint_tensors import fingerprint_tensor
 from tracer.record.host import Host, HostParameter
 
-__all__ = ["WeightSnapshot", "fingerprint_weights", "weights_changed"]
+__all__ = ["Matrix", "WeightSnapshot", "fingerprint_weights", "held_rows", "matrices", "unreadable", "weights_changed"]
 
 _BLOCK_ITEMS = 1 << 22
 """Elements of one block of rows."""
@@ -106,7 +106,7 @@ def _place(weight: Weight) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True)
-class _Matrix:
+class Matrix:
     """Local rows of one named weight. ``rows``, ``columns``: of the whole. Spans: what is held of them, empty means all."""
 
     tensor: torch.Tensor | None
@@ -135,8 +135,8 @@ class _Reader:
     def weights(self, parameter: HostParameter, host: Host, plan: Plan) -> Iterator[Weight]:
         """The weights that one host parameter holds, in order."""
         rule = plan.name_weights(parameter.parameter)
-        for name, matrix in _matrices(parameter, rule, host):
-            unknown = parameter.unknown or _unreadable(matrix.tensor)
+        for name, matrix in matrices(parameter, rule, host):
+            unknown = parameter.unknown or unreadable(matrix.tensor)
             if unknown or matrix.tensor is None:
                 digest, start = _NOT_KEPT, -1
             elif parameter.rows is not None:
@@ -157,7 +157,7 @@ class _Reader:
                 unknown=unknown,
             )
 
-    def _fingerprint(self, tensor_RC: torch.Tensor, matrix: _Matrix, parameter: HostParameter) -> tuple[tuple[str, str], int]:
+    def _fingerprint(self, tensor_RC: torch.Tensor, matrix: Matrix, parameter: HostParameter) -> tuple[tuple[str, str], int]:
         """Digest of a matrix as hex, and the first line of its rows among ``parts``."""
         key = (
             tensor_RC.data_ptr(), tensor_RC.dtype, tensor_RC.shape, tensor_RC.stride(), tensor_RC.device,
@@ -179,9 +179,9 @@ class _Reader:
             self._known[key] = found
         return self._known[key]
 
-    def _keep(self, taken: list[Fingerprints], matrix: _Matrix) -> tuple[tuple[str, str], int]:
+    def _keep(self, taken: list[Fingerprints], matrix: Matrix) -> tuple[tuple[str, str], int]:
         """Digest of a matrix out of the fingerprints of its rows, and where they stand among ``parts``."""
-        rows_R = _indices(matrix.row_spans, matrix.rows)
+        rows_R = held_rows(matrix.row_spans, matrix.rows)
         digest_R2 = np.concatenate([part.digest_N2 for part in taken]) if taken else np.zeros((0, 2), np.uint64)
         first, second = digest_of_rows(digest_R2, rows_R)
         start = -1
@@ -195,7 +195,7 @@ def _shares_memory(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
     return other is not None and tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def _matrices(parameter: HostParameter, rule: tuple[WeightRule, tuple[str, ...]] | None, host: Host) -> Iterator[tuple[str, _Matrix]]:
+def matrices(parameter: HostParameter, rule: tuple[WeightRule, tuple[str, ...]] | None, host: Host) -> Iterator[tuple[str, Matrix]]:
     """The named matrices that a parameter holds, experts taken apart, turned and split as the rule says."""
     names = rule[1] if rule else (f"other.{parameter.parameter}",)
     shares: Sequence[int] = rule[0].shares if rule else ()
@@ -207,7 +207,7 @@ def _matrices(parameter: HostParameter, rule: tuple[WeightRule, tuple[str, ...]]
         return
     if len(parameter.shape) < 2:
         raise _unfit(parameter, "experts stacked along the first of at least two dimensions", str(parameter.shape))
-    for local, expert in enumerate(_indices(spans[0], parameter.shape[0]).tolist()):
+    for local, expert in enumerate(held_rows(spans[0], parameter.shape[0]).tolist()):
         piece = None if tensor is None else tensor[local]
         matrix = _as_matrix(piece, parameter.shape[1:], spans[1:], transpose)
         yield from _split(parameter, [name.replace("{expert}", str(expert)) for name in names], shares, matrix, host)
@@ -219,24 +219,24 @@ def _row_numbers(parameter: HostParameter, spans: Sequence[tuple[Span, ...]]) ->
     return torch.arange(int(np.prod(local[:-1]))).reshape(*local[:-1], 1)
 
 
-def _as_matrix(tensor: torch.Tensor | None, shape: tuple[int, ...], spans: Sequence[tuple[Span, ...]], transpose: bool) -> _Matrix:
+def _as_matrix(tensor: torch.Tensor | None, shape: tuple[int, ...], spans: Sequence[tuple[Span, ...]], transpose: bool) -> Matrix:
     """Rows and columns of a tensor of any rank."""
     if len(shape) < 2:
         columns = shape[0] if shape else 1
-        return _Matrix(None if tensor is None else tensor.reshape(1, -1), 1, columns, (), spans[0] if shape else ())
+        return Matrix(None if tensor is None else tensor.reshape(1, -1), 1, columns, (), spans[0] if shape else ())
     if len(shape) == 2 and transpose:
-        return _Matrix(None if tensor is None else tensor.t(), shape[1], shape[0], spans[1], spans[0])
+        return Matrix(None if tensor is None else tensor.t(), shape[1], shape[0], spans[1], spans[0])
     if len(shape) == 2:
-        return _Matrix(tensor, shape[0], shape[1], spans[0], spans[1])
+        return Matrix(tensor, shape[0], shape[1], spans[0], spans[1])
     columns = int(np.prod(shape[1:]))
     if any(spans[1:]):
-        return _Matrix(None, shape[0], columns, spans[0])
-    return _Matrix(None if tensor is None else tensor.flatten(1), shape[0], columns, spans[0])
+        return Matrix(None, shape[0], columns, spans[0])
+    return Matrix(None if tensor is None else tensor.flatten(1), shape[0], columns, spans[0])
 
 
 def _split(
-    parameter: HostParameter, names: Sequence[str], shares: Sequence[int], matrix: _Matrix, host: Host
-) -> Iterator[tuple[str, _Matrix]]:
+    parameter: HostParameter, names: Sequence[str], shares: Sequence[int], matrix: Matrix, host: Host
+) -> Iterator[tuple[str, Matrix]]:
     """Consecutive rows (of a 1-D parameter: elements) for every name."""
     if len(names) == 1:
         yield names[0], matrix
@@ -256,9 +256,9 @@ def _split(
         kept = () if not spans else inside
         piece = None if matrix.tensor is None else _take(matrix.tensor, local, 1 if flat else 0)
         if flat:
-            yield name, _Matrix(piece, 1, stop - start, (), kept)
+            yield name, Matrix(piece, 1, stop - start, (), kept)
         else:
-            yield name, _Matrix(piece, stop - start, matrix.columns, kept, matrix.column_spans)
+            yield name, Matrix(piece, stop - start, matrix.columns, kept, matrix.column_spans)
 
 
 def _cut(spans: Sequence[Span], start: int, stop: int) -> tuple[list[Span], tuple[Span, ...]]:
@@ -284,12 +284,12 @@ def _take(tensor: torch.Tensor, local: Sequence[Span], dim: int) -> torch.Tensor
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
-def _indices(spans: Sequence[Span], whole: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def held_rows(spans: Sequence[Span], whole: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Global indices held, in local order."""
     return np.concatenate([np.arange(start, stop) for start, stop in spans or ((0, whole),)])
 
 
-def _unreadable(tensor: torch.Tensor | None) -> str:
+def unreadable(tensor: torch.Tensor | None) -> str:
     """Why a matrix has no fingerprint, empty where it has one."""
     if tensor is None:
         return "cut along an inner dimension"

@@ -23,10 +23,29 @@ from tracer.reports.writing import write_whole
 if TYPE_CHECKING:
     from jinja2 import Template
 
-__all__ = ["Section", "diff_page", "diff_sections", "render_page", "write_page"]
+__all__ = ["Flow", "FlowStep", "Section", "diff_page", "diff_sections", "render_page", "write_page"]
 
 _ABSENT = (BoundaryOutcome.MISSING, BoundaryOutcome.INCOMPARABLE, BoundaryOutcome.NOT_OBSERVABLE, BoundaryOutcome.NOT_RECORDED)
 _REMEDY = "pip install 'boundary-tracer[report]'"
+
+
+@dataclass(frozen=True)
+class FlowStep:
+    """A question, its answer (empty: not asked), numbers, and where it can end: when, the name of the end, whether it did."""
+
+    question: str
+    answer: str
+    numbers: str
+    exits: tuple[tuple[str, str, bool], ...]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A decision as a flat path of questions that ends once. ``end``: where; ``following``: what to do then."""
+
+    steps: tuple[FlowStep, ...]
+    end: str
+    following: str
 
 
 @dataclass(frozen=True)
@@ -39,6 +58,7 @@ class Section:
     caption: str = ""
     chart: Chart | None = None
     folded: str = ""
+    flow: Flow | None = None
 
     @property
     def height(self) -> int:

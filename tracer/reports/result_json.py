@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
 from tracer.errors import Code, TracerError, UsageError
 from tracer.read.findings import RESULT_VERSION, DiffResult, Verdict
 from tracer.reports.writing import write_whole
+from tracer.scores.results import SCORE_RESULT_VERSION, ScoreResult, UpdateResult
 
 __all__ = ["ErrorRecord", "Failure", "encode_result", "failure_of", "read_result", "write_result"]
 
@@ -62,23 +64,34 @@ def write_result(result: msgspec.Struct, target: str) -> None:
     write_whole(text, target, "--json")
 
 
-def read_result(source: str) -> DiffResult:
-    """What ``tracer diff --json`` wrote, checked as strictly as it was written.
+Result: TypeAlias = "DiffResult | ScoreResult | UpdateResult"
+
+
+def read_result(source: str) -> Result:
+    """What ``--json`` of ``tracer diff``, ``tracer scores compare`` or ``tracer scores update`` wrote, checked as strictly as it
+    was written.
 
     Raises ``UsageError`` (not-a-result): no such file, no JSON, another version, or another command's result.
     """
-    expected = f"a file that tracer diff --json wrote, version {RESULT_VERSION}"
+    expected = f"a file that tracer diff or tracer scores --json wrote, version {RESULT_VERSION}"
     try:
-        result = msgspec.json.decode(Path(source).read_bytes(), type=DiffResult)
+        content = Path(source).read_bytes()
+        kind = _kind(msgspec.json.decode(content, type=dict[str, msgspec.Raw]))
+        result = msgspec.json.decode(content, type=kind)
     except (OSError, ValueError) as error:
         found = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         raise UsageError(
             Code.NOT_A_RESULT, "this is not the result of a comparison", where=source, expected=expected, found=found,
             remedy="run tracer diff A B --json FILE and give that file",
         ) from error  # fmt: skip
-    if result.version != RESULT_VERSION:
+    if result.version != (RESULT_VERSION if kind is DiffResult else SCORE_RESULT_VERSION):
         raise UsageError(
             Code.NOT_A_RESULT, "this result was written by another version of tracer", where=source, expected=expected,
-            found=f"version {result.version}", remedy="run tracer diff again with this version",
+            found=f"version {result.version}", remedy="run the comparison again with this version",
         )  # fmt: skip
     return result
+
+
+def _kind(fields: dict[str, msgspec.Raw]) -> type[Result]:
+    """The struct that has these fields: each has one that the others lack."""
+    return ScoreResult if "decision" in fields else UpdateResult if "outcome" in fields else DiffResult

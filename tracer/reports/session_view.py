@@ -16,7 +16,7 @@ _TONES = {0: "good", 1: "bad", 2: "open"}
 
 def view_session(session: Session, folder: str) -> list[Block]:
     """Where a session stands, and what comes next."""
-    return [_headline(session), _steps(session), Facts((("next", _next(session, folder)),))]
+    return [_headline(session), *_asked(session), _steps(session), Facts((("next", _next(session, folder)),))]
 
 
 def view_archive(archive: Archive) -> list[Block]:
@@ -29,7 +29,7 @@ def session_page(session: Session, archive: Archive, result: DiffResult) -> str:
     headline = _headline(session)
     sections = [
         *diff_sections(result),
-        Section("steps", "Steps", (_steps(session),), "Each step ran both sides once, in processes of their own."),
+        Section("steps", "Steps", (*_asked(session), _steps(session)), "Each step ran both sides once, in processes of their own."),
         Section("runs", "Runs", (_runs(archive),), "Every run of a command, whatever became of it."),
     ]
     verdict = result.verdict.value if session.status is SessionStatus.DONE else session.status.value
@@ -42,6 +42,16 @@ def _headline(session: Session) -> Headline:
     if session.status is SessionStatus.STOPPED:
         return Headline(f"Stopped: {session.said}", "open")
     return Headline(f"Open: {session.said}" if session.said else "Open: nothing has run yet", "open")
+
+
+def _asked(session: Session) -> list[Facts]:
+    """What the sides are held against, and what is left out of the search."""
+    lines = [
+        ("tolerance", session.tolerance), ("floor of A", ", ".join(session.floor_a)), ("floor of B", ", ".join(session.floor_b)),
+        ("skipped", ", ".join(session.skipped)),
+    ]  # fmt: skip
+    given = tuple(line for line in lines if line[1])
+    return [Facts(given)] if given else []
 
 
 def _steps(session: Session) -> Table:

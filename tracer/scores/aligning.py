@@ -59,6 +59,11 @@ class ScoreTable:
     def __len__(self) -> int:
         return len(self.valid_N)
 
+    def difference(self, x: ScoreName, y: ScoreName) -> F64:
+        """x - y, float64 (N,); 0 where the mask leaves a token out."""
+        found: F64 = self.values[x] - self.values[y]
+        return found if self.valid_N.all() else np.where(self.valid_N, found, 0.0)
+
 
 def align_records(records: Iterable[ScoreRecord], *, policy: str = "") -> ScoreTable:
     """One table of all records. Records of one request, from several files, are joined: each brings other scores.
@@ -81,7 +86,7 @@ def align_records(records: Iterable[ScoreRecord], *, policy: str = "") -> ScoreT
         infos[name] = [score.info for score in kept]
         found = sorted({score.dtype for score in kept})
         dtypes[name] = found[0] if len(found) == 1 else "mixed"
-    versions = {name: _versions(infos[name], length_Q) for name in values}
+    versions = _versions(infos, length_Q)
     valid_N = mask_N & (_of_policy(policy, versions) if policy else True)
     table = ScoreTable(
         requests=names,
@@ -140,7 +145,8 @@ def _joined(records: Iterable[ScoreRecord]) -> dict[str, list[ScoreRecord]]:
                     remedy="name the repeat B1 or C1, or leave one of the files out",
                 )
             seen |= set(record.scores)
-            _same_tokens(first, record)
+            if record is not first:
+                _same_tokens(first, record)
     return joined
 
 
@@ -228,20 +234,42 @@ def place_text(table: ScoreTable, n: int) -> str:
     return f"request {table.requests[table.request_N[n]]}, response token {table.index_N[n]} (token {table.position_N[n]} of the sequence)"
 
 
-def _versions(infos: Sequence[ScoreInfo], length_Q: I64) -> npt.NDArray[np.object_]:
-    """Version of the weights per token, object (N,); empty text where unknown."""
-    texts: list[str] = []
-    lengths: list[int] = []
-    for info, length in zip(infos, length_Q.tolist(), strict=True):
-        segments = [(segment.start, segment.version) for segment in info.policies if segment.start < length] or [(0, "")]
-        stops = [start for start, _ in segments[1:]] + [length]
-        for (start, version), stop in zip(segments, stops, strict=True):
+@dataclass(frozen=True, eq=False)
+class _Versions:
+    """Version of the weights per token: ``code_N`` int64 (N,) points into ``texts``; 0 is the empty text, unknown."""
+
+    texts: list[str]
+    code_N: I64
+
+
+def _versions(scores: Mapping[ScoreName, Sequence[ScoreInfo]], length_Q: I64) -> dict[ScoreName, _Versions]:
+    codes: dict[str, int] = {"": 0}
+    texts = [""]
+
+    def code(version: str) -> int:
+        if version not in codes:
+            codes[version] = len(texts)
             texts.append(version)
-            lengths.append(stop - start)
-    return np.repeat(np.array(texts, np.object_), lengths)
+        return codes[version]
+
+    found = {}
+    for name, infos in scores.items():
+        if all(len(info.policies) <= 1 for info in infos):
+            code_Q = [code(info.policies[0].version) if info.policies else 0 for info in infos]
+            found[name] = _Versions(texts, np.repeat(np.array(code_Q, np.int64), length_Q))
+            continue
+        code_S: list[int] = []
+        length_S: list[int] = []
+        for info, length in zip(infos, length_Q.tolist(), strict=True):
+            segments = [(segment.start, segment.version) for segment in info.policies if segment.start < length] or [(0, "")]
+            stops = [start for start, _ in segments[1:]] + [length]
+            code_S += [code(version) for _, version in segments]
+            length_S += [stop - start for (start, _), stop in zip(segments, stops, strict=True)]
+        found[name] = _Versions(texts, np.repeat(np.array(code_S, np.int64), length_S))
+    return found
 
 
-def _of_policy(policy: str, versions: Mapping[ScoreName, npt.NDArray[np.object_]]) -> Mask:
+def _of_policy(policy: str, versions: Mapping[ScoreName, _Versions]) -> Mask:
     sampled = versions.get(ScoreName.A)
     if sampled is None:
         raise ScoreError(
@@ -250,26 +278,25 @@ def _of_policy(policy: str, versions: Mapping[ScoreName, npt.NDArray[np.object_]
             expected="records with score A and its policy versions",
             found=", ".join(name.value for name in versions),
         )
-    return np.asarray(sampled == policy, np.bool_)
+    wanted = sampled.texts.index(policy) if policy in sampled.texts else -1
+    return np.asarray(sampled.code_N == wanted, np.bool_)
 
 
-def _refuse_policies(table: ScoreTable, versions: Mapping[ScoreName, npt.NDArray[np.object_]]) -> None:
+def _refuse_policies(table: ScoreTable, versions: Mapping[ScoreName, _Versions]) -> None:
     """Where two scores both name their version, it is the same at every valid token."""
     names = list(versions)
-    single = {name: set(found[table.valid_N].tolist()) for name, found in versions.items()}
     for at, x in enumerate(names):
         for y in names[at + 1 :]:
-            if single[x] == single[y] and len(single[x]) == 1:
-                continue
-            known = table.valid_N & (versions[x] != "") & (versions[y] != "")
-            wrong = np.flatnonzero(known & (versions[x] != versions[y]))
+            x_N, y_N = versions[x].code_N, versions[y].code_N
+            wrong = np.flatnonzero(table.valid_N & (x_N != y_N) & (x_N > 0) & (y_N > 0))
             if len(wrong):
+                texts, n = versions[x].texts, wrong[0]
                 raise ScoreError(
                     Code.SCORES_POLICIES,
                     f"{x.value} and {y.value} come from other versions of the weights at {len(wrong)} of {int(table.valid_N.sum())} tokens",
-                    where=place_text(table, int(wrong[0])),
-                    expected=f"policy {versions[x][wrong[0]]}, as in {x.value}",
-                    found=f"policy {versions[y][wrong[0]]} in {y.value}",
+                    where=place_text(table, int(n)),
+                    expected=f"policy {texts[x_N[n]]}, as in {x.value}",
+                    found=f"policy {texts[y_N[n]]} in {y.value}",
                     remedy="score with the weights that sampled, or give policy= to keep the tokens of one version",
                 )
 
@@ -284,7 +311,12 @@ def _refuse_definitions(table: ScoreTable) -> None:
             meanings[id(info)] = info.definition.meaning()
         return meanings[id(info)]
 
+    seen: set[tuple[int, ...]] = set()
     for q, found in enumerate(zip(*table.infos.values(), strict=True)):
+        known = tuple(map(id, found))
+        if known in seen:
+            continue
+        seen.add(known)
         if len({text for info in found if (text := meaning(info))}) > 1:
             raise ScoreError(
                 Code.SCORES_DEFINITIONS,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tracer.scores.metrics import limit_of
 from tracer.scores.refits import best_refit, by_sign
 from tracer.scores.results import (
     Branch,
@@ -21,10 +22,11 @@ from tracer.scores.results import (
     Refit,
     RefitKind,
     ScoreSummary,
+    SliceResult,
     Thresholds,
 )
 
-__all__ = ["decide_branch", "suspect_of"]
+__all__ = ["LAST", "QUESTIONS", "Question", "decide_branch", "suspect_of"]
 
 _CLEARLY_SMALLER = 0.5
 _DEFINITION = {
@@ -48,12 +50,43 @@ _NEXT = {
 
 
 @dataclass(frozen=True)
+class Question:
+    """A question of the decision. ``exits``: when it is the last one, and the branch it then leads to; else the next is asked."""
+
+    text: str
+    exits: tuple[tuple[str, Branch], ...]
+
+
+_REPEATS = Question(
+    "Does each side repeat itself?",
+    (("no, and no gap is larger than that", Branch.REPEATS), ("only one side was scored", Branch.UNDECIDED)),
+)
+_GAPS = Question("Which gaps are more than noise?", (("none", Branch.AGREE), ("between the pass mark and twice it", Branch.UNDECIDED)))
+_ALONE = Question("Which score stands alone?", ())
+_CAUSE = Question(
+    "Does a known cause explain it?",
+    (
+        ("yes, how a score is made; or no, and B alone", Branch.SCORING),
+        ("yes, in what A kept; or no, and A or none alone", Branch.GENERATION),
+        ("no, and there is one pair", Branch.UNDECIDED),
+    ),
+)
+_FIRST = Question("Is the first response token like the others?", (("A stands alone, whatever the answer", Branch.GENERATION),))
+_WEIGHTS = Question("Are the weights the same?", (("yes, by digest", Branch.SCORING), ("no, or nobody knows", Branch.WEIGHTS)))
+QUESTIONS = (_REPEATS, _GAPS, _ALONE, _CAUSE, _FIRST, _WEIGHTS)
+"""In the order they are asked. The fifth is asked of A, the sixth of C."""
+LAST = "Where to look first?"
+"""The step that ends every path: its answer is the branch."""
+
+
+@dataclass(frozen=True)
 class _Evidence:
     pairs: Mapping[str, PairResult]
     repeats: Mapping[str, PairResult]
     refits: Sequence[Refit]
     summaries: Mapping[str, ScoreSummary]
     thresholds: Thresholds
+    slices: Sequence[SliceResult]
 
 
 def suspect_of(pairs: Mapping[str, PairResult]) -> str:
@@ -63,6 +96,8 @@ def suspect_of(pairs: Mapping[str, PairResult]) -> str:
         return ""
     if len(pairs) < 3:
         return {frozenset({"A-B"}): "A", frozenset({"B-C"}): "C"}.get(frozenset(pairs), "")
+    if len(apart) == 2:
+        return next(iter(set.intersection(*(set(name.split("-")) for name in apart))))
     least, *others = sorted(pairs, key=lambda name: pairs[name].logprob_mae)
     if least in apart and pairs[least].logprob_mae > _CLEARLY_SMALLER * min(pairs[name].logprob_mae for name in others):
         return ""
@@ -75,20 +110,20 @@ def decide_branch(
     refits: Sequence[Refit],
     summaries: Mapping[str, ScoreSummary],
     thresholds: Thresholds,
+    slices: Sequence[SliceResult] = (),
 ) -> Decision:
     """The branch, with evidence, what is not proven, one next step and the path of questions that led there.
 
     ``pairs``: ``A-B``, ``B-C``, ``A-C`` as far as there are scores. ``repeats``: ``B`` and ``C`` as far as there are two passes.
-    ``refits``: those of the suspect. ``summaries``: score name -> what it is.
+    ``refits``: those of the suspect. ``summaries``: score name -> what it is. ``slices``: workers and groups of the widest pair.
     """
-    found = _Evidence(pairs, repeats, refits, summaries, thresholds)
+    found = _Evidence(pairs, repeats, refits, summaries, thresholds, slices)
     path = [_repeats_step(found)]
     unstable = [side for side, pair in repeats.items() if pair.logprob_mae > thresholds.pass_mark]
     apart = [name for name, pair in pairs.items() if pair.status is PairStatus.APART]
     if unstable and not apart:
         side = max(unstable, key=lambda name: repeats[name].logprob_mae)
         return _decision(
-            found,
             Branch.REPEATS,
             path,
             side=side,
@@ -98,7 +133,7 @@ def decide_branch(
         )
     if not pairs:
         return _decision(
-            found, Branch.UNDECIDED, path, evidence=["only repeats of one side were given"], not_proven=["anything about the other side"]
+            Branch.UNDECIDED, path, evidence=["only repeats of one side were given"], not_proven=["anything about the other side"]
         )
     path.append(_gaps_step(found))
     if not apart:
@@ -109,13 +144,11 @@ def decide_branch(
 def _repeats_step(found: _Evidence) -> DecisionStep:
     numbers = ", ".join(f"{pair.name} {_gap(pair)}" for pair in found.repeats.values())
     if not found.repeats:
-        return DecisionStep(question="Does each side repeat itself?", answer="unknown: nothing was scored twice")
+        return DecisionStep(question=_REPEATS.text, answer="unknown: nothing was scored twice")
     worst = max(pair.logprob_mae for pair in found.repeats.values())
-    once = sorted({"B", "C"} & {name[0] for name in found.summaries} - set(found.repeats))
+    once = _scored_once(found)
     answer = "no" if worst > found.thresholds.pass_mark else "yes" if worst == 0 else "within the pass mark"
-    return DecisionStep(
-        question="Does each side repeat itself?", answer=answer + (f"; {', '.join(once)} was scored once" if once else ""), numbers=numbers
-    )
+    return DecisionStep(question=_REPEATS.text, answer=answer + (f"; {', '.join(once)} was scored once" if once else ""), numbers=numbers)
 
 
 def _gap(pair: PairResult) -> str:
@@ -125,7 +158,7 @@ def _gap(pair: PairResult) -> str:
 def _gaps_step(found: _Evidence) -> DecisionStep:
     numbers = ", ".join(f"{pair.name} {_gap(pair)} ({pair.status.value})" for pair in found.pairs.values())
     apart = [pair.name for pair in found.pairs.values() if pair.status is PairStatus.APART]
-    return DecisionStep(question="Which gaps are more than noise?", answer=", ".join(apart) if apart else "none", numbers=numbers)
+    return DecisionStep(question=_GAPS.text, answer=", ".join(apart) if apart else "none", numbers=numbers)
 
 
 def _small(found: _Evidence, path: list[DecisionStep]) -> Decision:
@@ -133,7 +166,6 @@ def _small(found: _Evidence, path: list[DecisionStep]) -> Decision:
     unclear = [pair for pair in found.pairs.values() if pair.status is PairStatus.UNCLEAR]
     if unclear:
         return _decision(
-            found,
             Branch.UNDECIDED,
             path,
             evidence=[
@@ -146,19 +178,21 @@ def _small(found: _Evidence, path: list[DecisionStep]) -> Decision:
     noise = [pair.noise for pair in found.pairs.values()]
     if all(pair.status is PairStatus.IDENTICAL for pair in found.pairs.values()):
         return _decision(
-            found, Branch.AGREE, path, evidence=["every compared token has the same score on all sides"], not_proven=_missing_sides(found)
+            Branch.AGREE,
+            path,
+            evidence=["every compared token has the same score on all sides"],
+            not_proven=_missing_sides(found) + _copied(found),
         )
     covered = all(known is not None and pair.logprob_mae <= 2 * known for pair, known in zip(found.pairs.values(), noise, strict=True))
     limit = (
         "twice the noise of the repeats" if covered else f"the pass mark of {found.thresholds.pass_mark:g}, which was given, not measured"
     )
     return _decision(
-        found,
         Branch.AGREE,
         path,
         klass=LogClass.NUMERICAL,
         evidence=[f"{pair.name} is {_gap(pair)}, within {limit}" for pair in found.pairs.values()],
-        not_proven=["a small systematic difference below the noise (a temperature of 0.9 can hide there)", *_missing_sides(found)],
+        not_proven=["a small systematic difference below the noise (a temperature of 0.9 can hide there)", *_missing_sides(found), *_copied(found)],
     )
 
 
@@ -177,25 +211,23 @@ def _apart(found: _Evidence, path: list[DecisionStep], apart: list[str]) -> Deci
         where = f"{suspect} ({_WHO[suspect]}); {rest} agree with one another better"
     else:
         where = "none: all three pairs are apart"
-    path.append(DecisionStep(question="Which score stands alone?", answer=where))
+    path.append(DecisionStep(question=_ALONE.text, answer=where))
     tried = ", ".join(dict.fromkeys(attempt.kind.value for attempt in found.refits))
     answer = f"{refit.kind.value}: {refit.parameter}" if refit else "no"
-    path.append(DecisionStep(question="Does a known cause explain it?", answer=answer, numbers=f"tried: {tried}" if tried else ""))
-    evidence = [_gap_sentence(found.pairs[name]) for name in apart]
-    not_proven = _missing_sides(found) + _unknowns(found)
+    path.append(DecisionStep(question=_CAUSE.text, answer=answer, numbers=f"tried: {tried}" if tried else ""))
+    evidence = [_gap_sentence(found.pairs[name]) for name in apart] + _where(found)
+    not_proven = _missing_sides(found) + _unknowns(found) + _copied(found)
     if refit is not None:
         return _named(found, path, refit, evidence, not_proven)
     if not suspect:
         if len(found.pairs) == 1:
             return _decision(
-                found,
                 Branch.UNDECIDED,
                 path,
                 evidence=evidence,
                 not_proven=["which half: without B, generation and the engines cannot be separated", *not_proven],
             )
         return _decision(
-            found,
             Branch.GENERATION,
             path,
             evidence=evidence,
@@ -206,7 +238,6 @@ def _apart(found: _Evidence, path: list[DecisionStep], apart: list[str]) -> Deci
         return _generation(found, path, evidence, not_proven)
     if suspect == "B":
         return _decision(
-            found,
             Branch.SCORING,
             path,
             side="B",
@@ -225,17 +256,41 @@ def _gap_sentence(pair: PairResult) -> str:
         parts.append(f"noise of its sides {pair.noise:.4g}")
     if pair.biased:
         parts.append("of one sign in the mean")
+    if pair.hidden:
+        parts.append(f"apart in a part alone: {'; '.join(pair.hidden)}")
     if pair.far and pair.logprob_mae < 0.1:
         parts.append(f"{pair.far} of {pair.tokens} tokens are far off while the others agree")
     return ", ".join(parts)
 
 
+def _where(found: _Evidence) -> list[str]:
+    """Workers or groups that alone are apart."""
+    lines = []
+    for kind in dict.fromkeys((part.score, part.kind) for part in found.slices):
+        parts = [part for part in found.slices if (part.score, part.kind) == kind and part.apart]
+        if parts:
+            names = ", ".join(f"{part.name} ({part.logprob_mae:.3g})" for part in parts[:3]) + (" ..." if len(parts) > 3 else "")
+            lines.append(f"of the {kind[1]}s of {kind[0].value} only these are apart: {names}; the others {parts[0].elsewhere:.3g}")
+    return lines
+
+
 def _unknowns(found: _Evidence) -> list[str]:
     unknown = sorted(name for name, summary in found.summaries.items() if "unknown" in summary.definitions)
     lines = [f"that all scores have one definition: it is unknown for {', '.join(unknown)}"] if unknown else []
-    once = sorted({"B", "C"} & {name[0] for name in found.summaries} - set(found.repeats))
-    lines += [f"that {side} repeats itself: it was scored once" for side in once]
-    return lines
+    return lines + [f"that {side} repeats itself: it was scored once" for side in _scored_once(found)]
+
+
+def _copied(found: _Evidence) -> list[str]:
+    """A trainer may have been set to take the rollout's scores as its own."""
+    a_c, a_b = found.pairs.get("A-C"), found.pairs.get("A-B")
+    if a_c is None or a_c.status is not PairStatus.IDENTICAL or (a_b is not None and a_b.status is PairStatus.IDENTICAL):
+        return []
+    return ["that A and C were computed apart: they are equal bit for bit, as a copy would be"]
+
+
+def _scored_once(found: _Evidence) -> list[str]:
+    """Sides that can be scored twice and were not."""
+    return sorted({"B", "C"} & {name[0] for name in found.summaries} - set(found.repeats))
 
 
 def _named(found: _Evidence, path: list[DecisionStep], refit: Refit, evidence: list[str], not_proven: list[str]) -> Decision:
@@ -245,7 +300,6 @@ def _named(found: _Evidence, path: list[DecisionStep], refit: Refit, evidence: l
     others = [attempt for attempt in found.refits if attempt.matched and attempt.kind not in (refit.kind, RefitKind.OWN_LOGITS)]
     measured = [] if by_sign(refit) or refit.kind is RefitKind.OWN_LOGITS else [_measured(refit)]
     return _decision(
-        found,
         branch,
         path,
         side=side,
@@ -269,7 +323,7 @@ def _name_of(refit: Refit) -> str:
 def _generation(found: _Evidence, path: list[DecisionStep], evidence: list[str], not_proven: list[str]) -> Decision:
     pair = found.pairs.get("A-B") or found.pairs["A-C"]
     first, later = pair.first_token.logprob_mae, pair.later_tokens.logprob_mae
-    limit = 2 * max(pair.noise or 0.0, found.thresholds.pass_mark)
+    limit = limit_of(pair.noise, found.thresholds)
     if first is not None and later is not None:
         if first <= limit < later:
             answer = "the first agrees, later ones do not: decode, or the bookkeeping of generated tokens"
@@ -277,14 +331,9 @@ def _generation(found: _Evidence, path: list[DecisionStep], evidence: list[str],
             answer = "only the first differs: the hand-over from prefill to decode"
         else:
             answer = "both differ"
-        path.append(
-            DecisionStep(
-                question="Is the first response token like the others?", answer=answer, numbers=f"first {first:.4g}, later {later:.4g}"
-            )
-        )
+        path.append(DecisionStep(question=_FIRST.text, answer=answer, numbers=f"first {first:.4g}, later {later:.4g}"))
         evidence.append(f"first response token {first:.4g}, later ones {later:.4g}: {answer}")
     return _decision(
-        found,
         Branch.GENERATION,
         path,
         side="A",
@@ -300,10 +349,9 @@ def _trainer(found: _Evidence, path: list[DecisionStep], evidence: list[str], no
     adapters = {side: _of_side(found, side, "adapters") for side in "BC"}
     if models["B"] and models["C"]:
         equal = models["B"] == models["C"]
-        path.append(DecisionStep(question="Are the weights the same?", answer="yes, by digest" if equal else "no, by digest"))
+        path.append(DecisionStep(question=_WEIGHTS.text, answer="yes, by digest" if equal else "no, by digest"))
         if equal and adapters["B"] == adapters["C"]:
             return _decision(
-                found,
                 Branch.SCORING,
                 path,
                 side="C",
@@ -311,7 +359,6 @@ def _trainer(found: _Evidence, path: list[DecisionStep], evidence: list[str], no
                 not_proven=["which of extraction and forward pass: no full logits, or they name nothing", *not_proven],
             )
         return _decision(
-            found,
             Branch.WEIGHTS,
             path,
             side="C",
@@ -321,12 +368,11 @@ def _trainer(found: _Evidence, path: list[DecisionStep], evidence: list[str], no
         )
     path.append(
         DecisionStep(
-            question="Are the weights the same?",
+            question=_WEIGHTS.text,
             answer="unknown: no digest was given for " + (" and ".join(side for side in "BC" if not models[side])),
         )
     )
     return _decision(
-        found,
         Branch.WEIGHTS,
         path,
         side="C",
@@ -340,7 +386,6 @@ def _of_side(found: _Evidence, side: str, what: str) -> tuple[str, ...]:
 
 
 def _decision(
-    found: _Evidence,
     branch: Branch,
     path: list[DecisionStep],
     *,
@@ -359,5 +404,5 @@ def _decision(
         evidence=tuple(evidence),
         not_proven=tuple(dict.fromkeys(not_proven)),
         next_step=next_step or _NEXT.get(branch, ""),
-        path=(*path, DecisionStep(question="Where to look first?", answer=branch.value + (f" ({side})" if side else ""))),
+        path=(*path, DecisionStep(question=LAST, answer=branch.value + (f" ({side})" if side else ""))),
     )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -21,6 +22,7 @@ from tracer.format.score_records import PolicySegment, ScoreInfo, ScoreName, Sco
 
 __all__ = [
     "IMPORTERS",
+    "import_areal",
     "import_engine_json",
     "import_pairs",
     "import_slime",
@@ -77,7 +79,8 @@ def import_verl(batch: Mapping[str, Any], infos: Infos = _NO_INFOS) -> list[Scor
     """verl's batch as a mapping: ``prompts`` (B, P) left-padded, ``responses`` (B, R) right-padded, ``attention_mask``
     (B, P + R), ``response_mask`` (B, R); ``rollout_log_probs`` is A, ``old_log_probs`` is C0. ``uid`` is the group.
 
-    Without ``response_mask`` the attention mask says which response tokens count.
+    Without ``response_mask`` the attention mask says which response tokens count. Where ``param_version_start`` and
+    ``param_version_end`` of a sample are one number, it is A's policy.
     """
     prompts, responses, attention = (_field(batch, key) for key in ("prompts", "responses", "attention_mask"))
     width = len(_row(prompts[0]))
@@ -88,6 +91,7 @@ def import_verl(batch: Mapping[str, Any], infos: Infos = _NO_INFOS) -> list[Scor
         seen = np.asarray(_numbers(_row(attention[n])), np.bool_)
         mask = _field(batch, "response_mask")[n] if "response_mask" in batch else attention[n][width:]
         groups = batch.get("uid")
+        spans = [batch[key][n] for key in ("param_version_start", "param_version_end") if batch.get(key) is not None]
         records.append(
             _padded(
                 request,
@@ -97,7 +101,7 @@ def import_verl(batch: Mapping[str, Any], infos: Infos = _NO_INFOS) -> list[Scor
                 seen[width:],
                 mask,
                 _of_row(given, n),
-                infos,
+                _sampled_by(infos, spans if len(spans) == 2 else ()),
                 "" if groups is None else str(groups[n]),
             )
         )
@@ -124,6 +128,7 @@ def import_trl(batch: Mapping[str, Any], infos: Infos = _NO_INFOS) -> list[Score
 def import_slime(batch: Mapping[str, Any], infos: Infos = _NO_INFOS) -> list[ScoreRecord]:
     """slime's rollout data: lists per sample without padding. ``tokens`` whole sequences, ``response_lengths``,
     ``loss_masks`` over the response; ``rollout_log_probs`` is A, ``log_probs`` is C0. ``sample_indices`` names the samples.
+    Where all ``weight_versions`` of a sample are one, it is A's policy.
     """
     tokens, lengths = _field(batch, "tokens"), _field(batch, "response_lengths")
     given = {ScoreName.A: batch.get("rollout_log_probs"), ScoreName.C0: batch.get("log_probs")}
@@ -131,8 +136,57 @@ def import_slime(batch: Mapping[str, Any], infos: Infos = _NO_INFOS) -> list[Sco
     for n, request in enumerate(_requests(batch, len(tokens), ("sample_indices",))):
         ids, length = _numbers(_row(tokens[n])), int(lengths[n])
         mask = np.ones(length) if batch.get("loss_masks") is None else _numbers(_row(batch["loss_masks"][n]))
-        records.append(_record(request, ids, len(ids) - length, np.asarray(mask, np.bool_), _of_row(given, n), infos, ""))
+        versions = batch["weight_versions"][n] if batch.get("weight_versions") is not None else ()
+        own = _sampled_by(infos, _row(versions) if versions is not None else ())
+        records.append(_record(request, ids, len(ids) - length, np.asarray(mask, np.bool_), _of_row(given, n), own, ""))
     return records
+
+
+def import_areal(batch: Mapping[str, Any], infos: Infos = _NO_INFOS) -> list[ScoreRecord]:
+    """AReaL's rollout batch: ``input_ids``, ``attention_mask``, ``loss_mask`` (B, T), right-padded, prompt and response in one row.
+
+    ``logprobs`` is A: entry t belongs to token t, zeros where the engine sampled nothing. ``prox_logp`` is C0: entry t belongs to
+    token t + 1. ``versions`` (B, T) are the policies of A, below 0 where nothing was sampled. The prompt ends where the mask
+    first counts. A batch that holds ``advantages`` is refused: by then AReaL has moved its masks and scores by one token, and may
+    have put the trainer's scores in place of the engine's.
+    """
+    if batch.get("advantages") is not None:
+        raise _lacks("the batch", "a batch from before compute_advantages, which moves and exchanges scores", "advantages")
+    ids, attention, loss = (_field(batch, key) for key in ("input_ids", "attention_mask", "loss_mask"))
+    a_BT, c_BT, versions_BT = batch.get("logprobs"), batch.get("prox_logp"), batch.get("versions")
+    records = []
+    for n, request in enumerate(_requests(batch, len(ids), ("request_id", "task_id"))):
+        held = np.asarray(_numbers(_row(attention[n])), np.bool_)
+        length = int(np.count_nonzero(held))
+        counts = np.asarray(_numbers(_row(loss[n])), np.bool_)[:length]
+        if not held[:length].all():
+            raise _lacks(f"request {request}", "padding on the right only", "a hole, or padding on the left, in attention_mask")
+        prompt = int(np.argmax(counts)) if counts.any() else length
+        given = {ScoreName.A: None if a_BT is None else [a_BT[n][prompt:length]]}
+        given[ScoreName.C0] = None if c_BT is None or not prompt else [c_BT[n][prompt - 1 : length - 1]]
+        own = dict(infos)
+        if versions_BT is not None and not infos.get("A", _NO_INFO).policies:
+            own["A"] = msgspec.structs.replace(infos.get("A", _NO_INFO), policies=_segments(_numbers(_row(versions_BT[n]))[prompt:length]))
+        records.append(_record(request, _numbers(_row(ids[n]))[:length], prompt, counts[prompt:], _of_row(given, 0), own, ""))
+    return records
+
+
+def _segments(version_R: npt.NDArray[Any]) -> tuple[PolicySegment, ...]:
+    """One segment per run of equal versions; what nobody sampled (below 0) continues the run before it."""
+    found: list[PolicySegment] = []
+    for start, version in enumerate(version_R.tolist()):
+        if version >= 0 and (not found or found[-1].version != str(version)):
+            found.append(PolicySegment(start=start if found else 0, version=str(version)))
+    return tuple(found)
+
+
+def _sampled_by(infos: Infos, versions: Sequence[Any]) -> Infos:
+    """``infos`` with A's policy, where the batch names one for the whole sample and the caller named none."""
+    named = {str(_item(version)) for version in versions}
+    known = infos.get("A", _NO_INFO)
+    if len(named) != 1 or known.policies:
+        return infos
+    return {**infos, "A": msgspec.structs.replace(known, policies=(PolicySegment(start=0, version=named.pop()),))}
 
 
 def import_engine_json(
@@ -324,5 +378,10 @@ def _some(values: Iterable[Any]) -> str:
     return ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
 
 
-IMPORTERS: dict[str, Callable[..., list[ScoreRecord]]] = {"verl": import_verl, "slime": import_slime, "trl": import_trl}
+IMPORTERS: dict[str, Callable[..., list[ScoreRecord]]] = {
+    "verl": import_verl,
+    "slime": import_slime,
+    "trl": import_trl,
+    "areal": import_areal,
+}
 """Whole batches by the name of who makes them."""

@@ -33,6 +33,7 @@ _EDGES = (0.0, *(10.0 ** (half / 2) for half in range(-18, 6)))
 _SINGLE_BINS = 16
 _BIAS_SHARE, _BIAS_ERRORS = 0.5, 4.0
 """A mean of one sign: at least this share of logprob_mae, and this many standard errors."""
+_TAIL_SEVERAL, _TAIL_ONE, _SEVERAL = 2.0, 8.0, 3
 _FLOAT32_LOG_MAX = float(np.log(np.finfo(np.float32).max))
 
 
@@ -48,13 +49,12 @@ def compare_pair(
     thresholds: Thresholds,
     *,
     noise: float | None = None,
-    far_noise: int = 0,
+    tail_noise: float = 0.0,
     repeat: bool = False,
 ) -> PairResult:
     """All numbers of one pair.
 
-    ``noise``: the largest logprob_mae of the repeats of the sides involved, ``far_noise`` how many tokens beyond the tail
-    mark those repeats had.
+    ``noise``: the largest logprob_mae of the repeats of the sides involved, ``tail_noise`` the largest difference in them.
     """
     valid_N = table.valid_N
     whole = bool(valid_N.all())
@@ -85,7 +85,7 @@ def compare_pair(
         name=f"{x.value}-{y.value}" if repeat else f"{x.side}-{y.side}",
         x=x,
         y=y,
-        status=_status(differing, mae, far - far_noise, biased, noise, thresholds),
+        status=_status(differing, mae, _tail_tells(absolute_M, tail_noise, thresholds), biased, noise, thresholds),
         noise=noise,
         tokens=count,
         signed_mean=mean,
@@ -126,10 +126,17 @@ def token_place(table: ScoreTable, n: int, x: ScoreName, y: ScoreName) -> TokenP
     )
 
 
-def _status(differing: int, mae: float, far: int, biased: bool, noise: float | None, thresholds: Thresholds) -> PairStatus:
+def _tail_tells(absolute_M: F64, tail_noise: float, thresholds: Thresholds) -> bool:
+    """Some tokens are further off than chance explains, given the largest difference of the repeats: in a heavy tail the largest
+    of two samples are often twice as far apart, and seldom eight times; three tokens beyond twice it are as seldom."""
+    several, one = (max(thresholds.tail_mark, times * tail_noise) for times in (_TAIL_SEVERAL, _TAIL_ONE))
+    return bool(absolute_M.max() > one) or int(np.count_nonzero(absolute_M > several)) >= _SEVERAL
+
+
+def _status(differing: int, mae: float, tail: bool, biased: bool, noise: float | None, thresholds: Thresholds) -> PairStatus:
     if not differing:
         return PairStatus.IDENTICAL
-    if mae > limit_of(noise, thresholds) or far > 0 or (biased and mae > 2 * (noise or 0.0)):
+    if mae > limit_of(noise, thresholds) or tail or (biased and mae > 2 * (noise or 0.0)):
         return PairStatus.APART
     return PairStatus.AGREE if mae <= max(thresholds.pass_mark, 2 * (noise or 0.0)) else PairStatus.UNCLEAR
 

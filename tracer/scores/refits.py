@@ -37,11 +37,14 @@ _PLACES_SHOWN = 8
 _SIGN_SHARE = 0.01
 _ORDER = list(RefitKind)
 _NEARLY = 1.5
+_NOTHING_LEFT = 0.01
+"""Of what there was before: less than that is no reason to prefer one cause to another."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Task:
-    """``x`` is what a refit would explain, ``y`` the reference. ``d_M``: x - y on the valid tokens ``at_M``."""
+    """``x`` is what a refit would explain, ``y`` the reference. ``d_M``: x - y on the valid tokens ``at_M``; ``fit_M``: the half that
+    causes are fitted on."""
 
     table: ScoreTable
     x: ScoreName
@@ -49,6 +52,7 @@ class _Task:
     limit: float
     at_M: I64
     d_M: F64
+    fit_M: Mask
 
     def result(
         self, kind: RefitKind, parameter: str, before: float, after: float, tokens: int, text: str, matched: bool | None = None
@@ -70,7 +74,8 @@ class _Task:
 def score_refits(table: ScoreTable, x: ScoreName, y: ScoreName, limit: float) -> list[Refit]:
     """Every cause that scores alone can show, tried on score ``x`` against ``y``; matched or not."""
     at_M = np.flatnonzero(table.valid_N)
-    task = _Task(table, x, y, limit, at_M, table.values[x][at_M] - table.values[y][at_M])
+    d_N = table.values[x] - table.values[y]
+    task = _Task(table, x, y, limit, at_M, d_N if len(at_M) == len(d_N) else d_N[at_M], halves(table, at_M))
     tried = (_missing, _offset, _moved, _chunks, _places, _kept_set)
     return [refit for attempt in tried for refit in attempt(task)]
 
@@ -82,7 +87,7 @@ def best_refit(refits: list[Refit]) -> Refit | None:
     if not matched:
         return None
     least = min(refit.after for refit in matched)
-    near = [refit for refit in matched if refit.after <= _NEARLY * least + 1e-9]
+    near = [refit for refit in matched if refit.after <= _NEARLY * least + _NOTHING_LEFT * refit.before]
     return min(near, key=lambda refit: (_ORDER.index(refit.kind), refit.after))
 
 
@@ -93,7 +98,7 @@ def by_sign(refit: Refit) -> bool:
 
 def halves(table: ScoreTable, at_M: I64) -> Mask:
     """Which tokens a cause is fitted on; the others test it. Alternating by request too, so that no place falls into one half."""
-    fitted: Mask = (table.request_N[at_M] + table.index_N[at_M]) % 2 == 0
+    fitted: Mask = ((table.request_N[at_M] ^ table.index_N[at_M]) & 1) == 0
     return fitted
 
 
@@ -125,7 +130,7 @@ def _offset(task: _Task) -> Iterator[Refit]:
     """x = y + offset, on all tokens or on all but the first of each response."""
     index_M = task.table.index_N[task.at_M]
     later_M = index_M > 0
-    fit_M = halves(task.table, task.at_M)
+    fit_M = task.fit_M
     chosen = task.d_M[fit_M & later_M] if (fit_M & later_M).any() else task.d_M[fit_M]
     offset = float(np.median(chosen))
     first = task.d_M[~later_M]
@@ -146,23 +151,27 @@ def _moved(task: _Task) -> Iterator[Refit]:
     """x of a token is y of its neighbour: the array was shifted after it was computed."""
     table = task.table
     x_N, y_N = table.values[task.x], table.values[task.y]
+    ends_N = table.index_N == 0
     found = []
     for step in (1, -1):
-        n = task.at_M[(task.at_M + step >= 0) & (task.at_M + step < len(table))]
-        n = n[table.request_N[n] == table.request_N[n + step]]
-        n = n[np.isfinite(y_N[n + step])]
-        fit, test = n[halves(table, n)], n[~halves(table, n)]
-        if len(fit) and len(test):
-            found.append((_mean(x_N[fit] - y_N[fit + step]), step, test))
+        here, there = (slice(None, -1), slice(1, None)) if step > 0 else (slice(1, None), slice(None, -1))
+        usable = table.valid_N[here] & ~ends_N[1:] & np.isfinite(y_N[there])
+        half = ((table.request_N[here] ^ table.index_N[here]) & 1) == 0
+        moved, stayed = np.abs(x_N[here] - y_N[there]), np.abs(x_N[here] - y_N[here])
+        fit, test = usable & half, usable & ~half
+        if fit.any() and test.any():
+            found.append(
+                (float(moved[fit].mean()), step, float(stayed[test].mean()), float(moved[test].mean()), int(np.count_nonzero(test)))
+            )
     if found:
-        _, step, test = min(found, key=lambda entry: entry[0])
+        _, step, before, after, tokens = min(found, key=lambda entry: entry[0])
         neighbour = "next" if step > 0 else "previous"
         yield task.result(
             RefitKind.SHIFT,
             f"{step:+d} token",
-            _mean(x_N[test] - y_N[test]),
-            _mean(x_N[test] - y_N[test + step]),
-            len(test),
+            before,
+            after,
+            tokens,
             f"{task.x.value} of a token is {task.y.value} of the {neighbour} token: the scores were shifted once too often, or not at all",
         )
 
@@ -255,7 +264,7 @@ def _kept_set(task: _Task) -> Iterator[Refit]:
     """x above y at every token, by varying amounts: probabilities that were divided by the mass of a kept set.
 
     Scores alone show the sign and no more; full logits name the set. ``after``: mean amount by which the sign is broken."""
-    d = task.d_M[~halves(task.table, task.at_M)]
+    d = task.d_M[~task.fit_M]
     if task.x is not ScoreName.A or not len(d):
         return
     broken = float(np.maximum(-d, 0).mean())

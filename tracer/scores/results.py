@@ -31,6 +31,7 @@ __all__ = [
     "ScoreVerdict",
     "SequencePattern",
     "SiblingCheck",
+    "SliceResult",
     "Subset",
     "Thresholds",
     "TokenPlace",
@@ -179,6 +180,8 @@ class PairResult(_Result, frozen=True, kw_only=True):
     """Masked tokens with finite scores on both sides. They count nowhere else."""
     biased: bool
     """The differences have one sign in the mean, beyond what chance gives: noise does not do that."""
+    hidden: tuple[str, ...] = ()
+    """Parts that are apart although the mean over all tokens may not be: first tokens, places, a worker, a request."""
     positions: tuple[PositionBin, ...]
     histogram: Histogram
     worst: tuple[TokenPlace, ...]
@@ -261,6 +264,25 @@ class SequencePattern(_Result, frozen=True, kw_only=True):
     largest: float
 
 
+class SliceResult(_Result, frozen=True, kw_only=True):
+    """The requests of one worker, or of one group, in the pair that decided."""
+
+    kind: str
+    """``worker`` or ``group``."""
+    score: ScoreName
+    """Whose worker it is; of a group: the first score of the pair."""
+    name: str
+    requests: int
+    tokens: int
+    logprob_mae: float
+    elsewhere: float
+    """logprob_mae of all tokens that are in no slice which is apart."""
+    signed_mean: float
+    largest: float
+    apart: bool
+    """It is beyond the limit of the pair while the tokens elsewhere are not, and at least three times as far off as they are."""
+
+
 class SiblingCheck(_Result, frozen=True, kw_only=True):
     """One score: requests with the same prompt must score a shared prefix alike."""
 
@@ -332,6 +354,9 @@ class ScoreResult(_Result, frozen=True, kw_only=True):
     sequences: tuple[SequencePattern, ...] = ()
     """Of the pair that decided, worst first."""
     sequences_not_shown: int = 0
+    slices: tuple[SliceResult, ...] = ()
+    """By worker and by group, where there are several; worst first."""
+    slices_not_shown: int = 0
     siblings: tuple[SiblingCheck, ...] = ()
     log_lines: tuple[str, ...] = ()
 

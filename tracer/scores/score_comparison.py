@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
+import msgspec
 import numpy as np
 
 from tracer.errors import Code, ScoreError, UsageError
@@ -14,6 +16,7 @@ from tracer.format.score_records import ScoreName, ScoreRecord
 from tracer.scores.aligning import ScoreTable, align_records
 from tracer.scores.decision import decide_branch, suspect_of
 from tracer.scores.full_logit_refits import gather_logits, logit_refits
+from tracer.scores.hidden_parts import hidden_parts
 from tracer.scores.metrics import compare_pair, limit_of
 from tracer.scores.refits import score_refits
 from tracer.scores.results import (
@@ -28,12 +31,13 @@ from tracer.scores.results import (
     ScoreVerdict,
     Thresholds,
 )
-from tracer.scores.sequence_patterns import check_sibling_scores, find_patterns
+from tracer.scores.sequence_patterns import check_sibling_scores, find_patterns, find_slices
 
 __all__ = ["compare_scores"]
 
 PASS_MARK = 0.01
 TAIL_MARK = 1.0
+_THREADS = 2
 _DIFFERING = 5
 """A token counts as differing beyond so many times the limit of its pair."""
 
@@ -61,13 +65,13 @@ def compare_scores(
             raise UsageError(Code.BAD_ARGUMENT, f"{what} is a positive number of nats", found=str(mark))
     table = align_records(chain.from_iterable(_given(entry) for entry in records), policy=policy)
     thresholds = Thresholds(pass_mark=pass_mark, tail_mark=tail_mark)
-    repeats = {
-        first.side: compare_pair(table, first, second, thresholds, repeat=True)
-        for first, second in ((ScoreName.B0, ScoreName.B1), (ScoreName.C0, ScoreName.C1))
-        if first in table.values and second in table.values
-    }
     chosen = _one_per_side(table)
-    pairs = {f"{x}-{y}": _pair(table, chosen[x], chosen[y], thresholds, repeats) for x, y in ("AB", "BC", "AC") if {x, y} <= set(chosen)}
+    with ThreadPoolExecutor(_THREADS) as pool:  # numpy lets go of the interpreter
+        siblings = pool.submit(check_sibling_scores, table)
+        passes = [(x, y) for x, y in ((ScoreName.B0, ScoreName.B1), (ScoreName.C0, ScoreName.C1)) if {x, y} <= set(table.values)]
+        repeats = {pair.x.side: pair for pair in pool.map(lambda names: compare_pair(table, *names, thresholds, repeat=True), passes)}
+        sides = [(chosen[x], chosen[y]) for x, y in ("AB", "BC", "AC") if {x, y} <= set(chosen)]
+        pairs = {pair.name: pair for pair in pool.map(lambda names: _pair(table, *names, thresholds, repeats), sides)}
     if not pairs and not repeats:
         raise ScoreError(
             Code.SCORES_NOTHING,
@@ -78,10 +82,11 @@ def compare_scores(
         )
     refits = _refits(table, chosen, pairs, thresholds)
     summaries = {name.value: _summary(table, name) for name in table.values}
-    decision = decide_branch(pairs, repeats, refits, summaries, thresholds)
-    verdict = _verdict(decision, pairs)
     decisive = max(pairs.values(), key=lambda pair: pair.logprob_mae, default=None)
     limit = limit_of(decisive.noise if decisive else None, thresholds)
+    slices, slices_hidden = find_slices(table, decisive, limit, repeats=repeats.values()) if decisive else ((), 0)
+    decision = decide_branch(pairs, repeats, refits, summaries, thresholds, slices)
+    verdict = _verdict(decision, pairs)
     patterns, hidden = find_patterns(table, decisive, _DIFFERING * limit) if decisive else ((), 0)
     return ScoreResult(
         exit=verdict.exit_code,
@@ -96,7 +101,9 @@ def compare_scores(
         refits=tuple(refits),
         sequences=patterns,
         sequences_not_shown=hidden,
-        siblings=check_sibling_scores(table),
+        slices=slices,
+        slices_not_shown=slices_hidden,
+        siblings=siblings.result(),
         log_lines=() if log is None else _log_lines(decision, pairs, repeats, log),
     )
 
@@ -116,10 +123,14 @@ def _one_per_side(table: ScoreTable) -> dict[str, ScoreName]:
 
 
 def _pair(table: ScoreTable, x: ScoreName, y: ScoreName, thresholds: Thresholds, repeats: Mapping[str, PairResult]) -> PairResult:
-    """A repeat of B is noise of A too: they are one engine."""
+    """A repeat of B is noise of A too: they are one engine. A part that is apart makes its pair apart: no mean hides it."""
     involved = [repeats[side] for side in {"B" if name is ScoreName.A else name.side for name in (x, y)} if side in repeats]
     noise = max((pair.logprob_mae for pair in involved), default=None)
-    return compare_pair(table, x, y, thresholds, noise=noise, far_noise=max((pair.far for pair in involved), default=0))
+    pair = compare_pair(table, x, y, thresholds, noise=noise, tail_noise=max((pair.largest for pair in involved), default=0.0))
+    if pair.status not in (PairStatus.AGREE, PairStatus.UNCLEAR):
+        return pair
+    hidden = hidden_parts(table, pair, involved, limit_of(noise, thresholds))
+    return msgspec.structs.replace(pair, hidden=hidden, status=PairStatus.APART if hidden else pair.status)
 
 
 def _refits(table: ScoreTable, chosen: Mapping[str, ScoreName], pairs: Mapping[str, PairResult], thresholds: Thresholds) -> list[Refit]:

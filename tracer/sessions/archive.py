@@ -85,7 +85,7 @@ class Archive:
         self._file = folder / "index.json"
         self._runs: dict[str, Run] = {}
         if self._file.exists():
-            index = read_state(self._file, _Index)
+            index = read_state(self._file, _Index, self.VERSION)
             self._runs = {run.id: run for run in index.runs}
 
     def __iter__(self) -> Iterator[Run]:
@@ -136,7 +136,7 @@ class Archive:
 def locked(folder: Path) -> Iterator[None]:
     """Only one process at a time works on a session; the lock goes with the process. Raises ``UsageError`` (session-busy)."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
+    with (folder / ".lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -157,10 +157,13 @@ def write_state(file: Path, state: msgspec.Struct) -> None:
     os.replace(sibling, file)
 
 
-def read_state(file: Path, kind: type[_State]) -> _State:
-    """A JSON file as its struct. Raises ``UsageError`` (session-damaged)."""
+def read_state(file: Path, kind: type[_State], version: int | None = None) -> _State:
+    """A JSON file as its struct. ``version``: what its ``version`` must be. Raises ``UsageError`` (session-damaged)."""
     try:
-        return msgspec.json.decode(file.read_bytes(), type=kind)
+        state = msgspec.json.decode(file.read_bytes(), type=kind)
+        if version is not None and getattr(state, "version", None) != version:
+            raise ValueError(f"version {getattr(state, 'version', None)} where this tracer writes {version}")
+        return state
     except (OSError, ValueError) as error:
         raise UsageError(
             Code.SESSION_DAMAGED, "this session file cannot be read", where=str(file), expected=f"what tracer wrote ({kind.__name__})",

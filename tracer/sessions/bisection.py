@@ -12,24 +12,27 @@ again, holds each side against its own earlier steps, and takes the earliest div
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
-from tracer.errors import Code, SessionError, UsageError
+from tracer.errors import Code, SessionError, TracerError, UsageError
 from tracer.format.dumps import write_plan
-from tracer.format.redaction import redact_text
+from tracer.format.redaction import redact_command, redact_values
 from tracer.read.diff import diff_traces
 from tracer.read.dump_plans import make_dump_plan
 from tracer.read.findings import DiffResult, Verdict
+from tracer.read.floor import Tolerance, parse_tolerance
 from tracer.read.logical import LogicalTrace
 from tracer.sessions.archive import Archive, Run, RunStatus, locked, read_state, write_state
-from tracer.sessions.commands import run_command
+from tracer.sessions.commands import end_stragglers, run_command
 from tracer.sessions.frozen import look_at, moved_boundaries
 
 __all__ = ["SESSION_FILE", "Bisection", "Session", "SessionStatus", "Stage", "Step", "StepStatus", "bisect_traces"]
@@ -79,24 +82,61 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The state of a session, written before and after everything that changes it. ``skipped``: boundaries left out of the search."""
+    """The state of a session, written before and after everything that changes it. ``tolerance``, ``floor_a``, ``floor_b``: what the
+    sides are held against, as for ``tracer diff``. ``skipped``: boundaries left out of the search.
+"""
 
-    version: int = 1
+    VERSION: ClassVar[int] = 1
+
+    version: int = VERSION
     map: str = ""
     command_a: str
     command_b: str
     cwd: str
     budget_seconds: float | None = None
     thorough: bool = False
+    tolerance: str = ""
+    floor_a: tuple[str, ...] = ()
+    floor_b: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
     steps: tuple[Step, ...] = ()
     status: SessionStatus = SessionStatus.OPEN
     said: str = ""
     exit: int = 2
 
+    def check(self) -> None:
+        """Refuse what a session cannot begin with. Raises ``UsageError`` (bad-argument): an unreadable tolerance, a budget that is no
+        time, a command with a secret in it."""
+        if self.limit().ulps:
+            raise UsageError(
+                Code.BAD_ARGUMENT, "a session cannot hold its sides against ulps: only its last step has the bytes", found=self.tolerance,
+                remedy="give relative=NUMBER; tracer diff takes ulps=N for the traces of the last step",
+            )  # fmt: skip
+        if self.budget_seconds is not None and not (math.isfinite(self.budget_seconds) and self.budget_seconds > 0):
+            raise UsageError(Code.BAD_ARGUMENT, "a budget is a time", expected="seconds, more than 0", found=str(self.budget_seconds))
+        for command in (self.command_a, self.command_b):
+            if redact_values(redact_command(command), os.environ) != command:
+                raise UsageError(
+                    Code.BAD_ARGUMENT, "a command holds a secret, and the session keeps its commands",
+                    expected="a reference to a variable of the environment", found=redact_values(redact_command(command), os.environ),
+                    remedy="export the secret and write $NAME in its place, between single quotes",
+                )  # fmt: skip
+
+    def limit(self) -> Tolerance:
+        """The stated tolerance; all zeros where there is none."""
+        return parse_tolerance(self.tolerance) if self.tolerance else Tolerance()
+
     def valid(self) -> list[Step]:
         """Steps that are done and whose conclusions hold."""
         return [step for step in self.steps if step.status is StepStatus.DONE and not step.invalidated]
+
+
+class _SideRaised(Exception):  # noqa: N818
+    """What a callable of ``bisect_traces`` raised, on its way to the caller."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 Runner = Callable[[str, Run, dict[str, str]], tuple[RunStatus, dict[str, Any]]]
@@ -117,7 +157,7 @@ class Bisection:
                 Code.NOT_A_SESSION, "there is no session in this folder", where=str(folder), expected=f"a folder with {SESSION_FILE}",
                 found="none", remedy="tracer bisect start --a COMMAND --b COMMAND FOLDER",
             )  # fmt: skip
-        self.session = read_state(self._file, Session)
+        self.session = self._read()
         self.archive = Archive(folder)
         self._runner = runner or self._run_command
         self._traces: dict[str, LogicalTrace] = {}
@@ -130,6 +170,7 @@ class Bisection:
                 Code.OUT_IN_USE, "a session starts in a new folder", where=str(folder), expected="a folder that does not exist",
                 found="a folder that holds something", remedy="give another folder; nothing is overwritten",
             )  # fmt: skip
+        session.check()
         folder.mkdir(parents=True, exist_ok=True)
         write_state(folder / SESSION_FILE, session)
         return cls(folder, runner)
@@ -147,24 +188,48 @@ class Bisection:
     def next(self, told: Callable[[str], None] = lambda text: None) -> Session:
         """Carry out one step: resume the one that was interrupted or failed, else begin the one that follows."""
         with locked(self.folder):
-            self.session = read_state(self._file, Session)
+            self.session = self._read()
             self.archive = Archive(self.folder)
             if self.session.status is SessionStatus.DONE:
                 return self.session
-            self._write(status=SessionStatus.OPEN, said="")
-            step = self._open_step()
-            told(f"step {step.number}, {step.stage.value}: {_asks(step)}")
             try:
-                self._carry_out(step)
+                self._step(told)
+            except OSError as error:
+                why = f"the session's folder cannot be written: {error.strerror or error}"
+                self._stop_at(why)
+                raise SessionError(
+                    Code.SESSION_STOPPED, why, where=str(error.filename or self.folder),
+                    remedy="make room, then tracer bisect run goes on from here",
+                ) from error  # fmt: skip
             except KeyboardInterrupt:
-                self._stop(step, "interrupted; run tracer bisect next to go on from here")
+                self._stop_at("interrupted; run tracer bisect next to go on from here")
                 raise
+            except TracerError as error:
+                self._stop_at(error.what + (f" ({error.where})" if error.where else ""))
+                raise
+            except _SideRaised as raised:
+                raise raised.error from None
         return self.session
+
+    def _step(self, told: Callable[[str], None]) -> None:
+        self._write(status=SessionStatus.OPEN, said="")
+        step = self._open_step()
+        told(f"step {step.number}, {step.stage.value}: {_asks(step)}")
+        self._carry_out(step)
+
+    def _stop_at(self, why: str) -> None:
+        """Stop with the step that was being worked on. Where that cannot be written, what is on disk is the state to go on from."""
+        with suppress(OSError):
+            step = self.session.steps[-1] if self.session.steps else None
+            if step is not None and step.status is StepStatus.RUNNING:
+                self._stop(step, why)
+            else:
+                self._write(status=SessionStatus.STOPPED, said=why, exit=2)
 
     def skip(self, boundary: str) -> Session:
         """Leave a boundary out of the search: what was concluded from it no longer holds, and the session goes on without it."""
         with locked(self.folder):
-            self.session = read_state(self._file, Session)
+            self.session = self._read()
             known = {name for step in self.session.valid() for name in self._names(step)}
             if boundary not in known:
                 near = sorted(name for name in known if name.rsplit(".", 1)[-1] == boundary.rsplit(".", 1)[-1])[:4]
@@ -172,16 +237,14 @@ class Bisection:
                     Code.BAD_ARGUMENT, "no step of this session recorded such a boundary",
                     expected=", ".join(near) or "a recorded boundary", found=boundary, remedy="tracer bisect status shows what was found",
                 )  # fmt: skip
-            self._invalidate(f"{boundary} was skipped")
-            self._write(skipped=(*self.session.skipped, boundary), status=SessionStatus.OPEN, said="", exit=2)
+            self._invalidate(f"{boundary} was skipped", (*self.session.skipped, boundary))
         return self.session
 
     def reset(self) -> Session:
         """Start the search anew. Nothing is deleted: earlier steps stay in the archive, marked."""
         with locked(self.folder):
-            self.session = read_state(self._file, Session)
-            self._invalidate("the session was reset")
-            self._write(skipped=(), status=SessionStatus.OPEN, said="", exit=2)
+            self.session = self._read()
+            self._invalidate("the session was reset", ())
         return self.session
 
     def result(self) -> DiffResult | None:
@@ -197,10 +260,13 @@ class Bisection:
         """The step to work on, in the state already: an unfinished one again, else the next."""
         for run in list(self.archive):
             if run.status is RunStatus.RUNNING:  # the lock is ours, so nobody runs it any more
-                self.archive.change(run, status=RunStatus.INTERRUPTED, reason="its process is gone")
+                left = end_stragglers(str(self.archive.trace(run).resolve()))
+                also = f"; {left} processes that it had started were ended" if left else ""
+                self.archive.change(run, status=RunStatus.INTERRUPTED, reason=f"its process is gone{also}")
         for step in self.session.steps:
             if step.status is not StepStatus.DONE and not step.invalidated:
-                kept = {side: name for side, name in step.runs.items() if self.archive[name].status is RunStatus.DONE}
+                good = {run.id for run in self.archive if run.status is RunStatus.DONE and not run.invalidated}
+                kept = {side: name for side, name in step.runs.items() if name in good}
                 return self._put(msgspec.structs.replace(step, status=StepStatus.RUNNING, runs=kept, said=""))
         valid = self.session.valid()
         stage = (Stage.COARSE, Stage.FINE, Stage.DUMP)[len(valid)]
@@ -231,20 +297,22 @@ class Bisection:
             self._finish(step, self._result_of(self.session.valid()[-1]), plan)
             return
         for side in _SIDES:
-            if side in step.runs:
-                continue
-            run = self._run_side(step, side, plan if isinstance(plan, Path) else None)
-            step = self._put(msgspec.structs.replace(step, runs={**step.runs, side: run.id}))
+            if side not in step.runs:
+                done = self._run_side(step, side, plan if isinstance(plan, Path) else None)
+                step = self._put(msgspec.structs.replace(step, runs={**step.runs, side: done.id}))
+            run = self.archive[step.runs[side]]
             if run.status is not RunStatus.DONE:
                 who = f"side {side.upper()} of step {step.number}"
                 self._stop(step, f"{who} {run.status.value}: {run.reason} (logs in {self.archive.path(run)})")
                 return
             trouble = self._unlike_before(step, side, run)
             if trouble:
-                self.archive.change(run, evidence=trouble)
+                self.archive.invalidate((run.id,), trouble)
                 self._stop(step, trouble)
                 return
-        result = diff_traces(*(self._trace(step.runs[side]) for side in _SIDES))
+        a, b = (self._trace(step.runs[side]) for side in _SIDES)
+        tolerance = self.session.limit() if self.session.tolerance else None
+        result = diff_traces(a, b, floor_a=self.session.floor_a, floor_b=self.session.floor_b, tolerance=tolerance)
         self._finish(step, result, "")
 
     def _plan_file(self, step: Step) -> Path | str | None:
@@ -272,16 +340,22 @@ class Bisection:
         if plan is not None:
             overrides["TRACER_PLAN"] = str(plan.resolve())
         started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        run = self.archive.begin(f"{step.stage.value}-{side}", redact_text(command), overrides, started)
+        run = self.archive.begin(f"{step.stage.value}-{side}", redact_command(command), overrides, started)
         overrides = {**overrides, "TRACER_OUT": str(self.archive.trace(run).resolve())}
         try:
             status, fields = self._runner(side, run, overrides)
+        except Exception as error:
+            reason = redact_values(f"{type(error).__name__}: {error}", os.environ)
+            self._put(msgspec.structs.replace(step, runs={**step.runs, side: run.id}))
+            self.archive.change(run, status=RunStatus.FAILED, reason=reason)
+            self._stop_at(f"side {side.upper()} of step {step.number} {RunStatus.FAILED.value}: {reason}")
+            raise _SideRaised(error) from error
         except BaseException:
             self.archive.change(run, status=RunStatus.INTERRUPTED)
             raise
         if status is RunStatus.DONE:
             evidence = look_at(self.archive.trace(run))
-            fields |= {"weights": evidence.weights, "policy": evidence.policy, "image": evidence.image}
+            fields |= {"weights": evidence.weights, "policy": evidence.policy, "image": evidence.image, "evidence": evidence.proof}
             if evidence.trace is not None:
                 self._traces[run.id] = evidence.trace
             if evidence.problem:
@@ -292,12 +366,19 @@ class Bisection:
     def _run_command(self, side: str, run: Run, overrides: dict[str, str]) -> tuple[RunStatus, dict[str, Any]]:
         command = self.session.command_a if side == "a" else self.session.command_b
         budget = self.session.budget_seconds
-        ended = run_command(command, self.archive.path(run), {**os.environ, **overrides}, budget, Path(self.session.cwd))
+        try:
+            ended = run_command(command, self.archive.path(run), {**os.environ, **overrides}, budget, Path(self.session.cwd))
+        except OSError as error:
+            return RunStatus.FAILED, {"reason": f"it could not be started in {self.session.cwd}: {error.strerror or error}"}
         fields: dict[str, Any] = {"exit_status": ended.exit_status, "elapsed_seconds": ended.elapsed_seconds}
+        if ended.left_behind:
+            fields["reason"] = f"{ended.left_behind} processes that it left behind were ended"
         if ended.exit_status is None:
             return RunStatus.TIMED_OUT, {**fields, "reason": f"it ran longer than its budget of {budget:g} s"}
         if ended.exit_status:
             return RunStatus.FAILED, {**fields, "reason": f"exit status {ended.exit_status}: {ended.last_words}"}
+        if ended.unwritten:
+            return RunStatus.FAILED, {**fields, "reason": f"its logs could not be written: {ended.unwritten}"}
         return RunStatus.DONE, fields
 
     def _unlike_before(self, step: Step, side: str, run: Run) -> str:
@@ -327,43 +408,53 @@ class Bisection:
         write_state(self.folder / file, result)
         first = result.first.boundary if result.first is not None else ""
         step = msgspec.structs.replace(step, status=StepStatus.DONE, result=file, first=first, said=nothing_to_dump or result.headline)
-        self._put(step)
         if result.verdict is Verdict.COULD_NOT_TELL:
-            self._put(msgspec.structs.replace(step, status=StepStatus.FAILED))
-            self._write(status=SessionStatus.STOPPED, said=result.headline, exit=2)
+            self._run_again(step, result.headline)
             return
         if step.stage is not Stage.COARSE and result.verdict is Verdict.SAME:
-            self._put(msgspec.structs.replace(step, status=StepStatus.FAILED))
-            self._write(status=SessionStatus.STOPPED, said="the sides differed in the step before and are equal now", exit=2)
+            self._run_again(step, "the sides differed in the step before and are equal now")
             return
-        known = self._names(step)
-        last = step.stage is Stage.DUMP or result.verdict is Verdict.SAME or first.startswith("input.") or first not in known
-        self._write(status=SessionStatus.DONE if last else SessionStatus.OPEN, said=result.headline, exit=result.exit)
+        last = step.stage is Stage.DUMP or result.verdict is Verdict.SAME or first.startswith("input.") or first not in self._names(step)
+        status = SessionStatus.DONE if last else SessionStatus.OPEN
+        self._write(steps=self._with(step), status=status, said=result.headline, exit=result.exit)
+
+    def _run_again(self, step: Step, why: str) -> None:
+        """Stop with a step whose runs led to no answer: what comes after the mending needs new ones."""
+        self.archive.invalidate(tuple(step.runs.values()), why)
+        self._stop(step, why)
+
+    def _read(self) -> Session:
+        return read_state(self._file, Session, Session.VERSION)
 
     def _stop(self, step: Step, why: str) -> None:
-        self._put(msgspec.structs.replace(step, status=StepStatus.FAILED, said=why))
-        self._write(status=SessionStatus.STOPPED, said=why, exit=2)
+        failed = msgspec.structs.replace(step, status=StepStatus.FAILED, said=why)
+        self._write(steps=self._with(failed), status=SessionStatus.STOPPED, said=why, exit=2)
 
     # ------------------------------------------------------------------------------------------------ state
 
     def _put(self, step: Step) -> Step:
-        others = {known.number: known for known in self.session.steps}
-        others[step.number] = step
-        self._write(steps=tuple(others.values()))
+        self._write(steps=self._with(step))
         return step
+
+    def _with(self, step: Step) -> tuple[Step, ...]:
+        """All steps, this one as it is now."""
+        steps = {known.number: known for known in self.session.steps}
+        steps[step.number] = step
+        return tuple(steps.values())
 
     def _write(self, **fields: Any) -> None:
         self.session = msgspec.structs.replace(self.session, **fields)
         write_state(self._file, self.session)
 
-    def _invalidate(self, reason: str) -> None:
+    def _invalidate(self, reason: str, skipped: tuple[str, ...]) -> None:
+        """Mark every step with the reason and open the session again, in one write."""
         steps = []
         for step in self.session.steps:
             if not step.invalidated:
                 self.archive.invalidate(tuple(step.runs.values()), reason)
                 step = msgspec.structs.replace(step, invalidated=reason)
             steps.append(step)
-        self._write(steps=tuple(steps))
+        self._write(steps=tuple(steps), skipped=skipped, status=SessionStatus.OPEN, said="", exit=2)
 
     def _trace(self, run: str) -> LogicalTrace:
         if run not in self._traces:
@@ -374,7 +465,9 @@ class Bisection:
         return self._traces[run]
 
     def _names(self, step: Step, level: int = 2) -> list[str]:
-        """Boundaries of the map in causal order, as side A of a step knows them."""
+        """Boundaries of the map in causal order, as side A of a step knows them; none where a step ran nothing."""
+        if "a" not in step.runs:
+            return []
         return [info.name for info in self._trace(step.runs["a"]).catalogue if info.level <= level]
 
     def _result_of(self, step: Step) -> DiffResult:
@@ -393,13 +486,14 @@ def _asks(step: Step) -> str:
 
 def bisect_traces(
     run_a: Callable[..., object], run_b: Callable[..., object], map: str = "auto", folder: str | os.PathLike[str] = "bisect",
-    *, thorough: bool = False,
+    *, thorough: bool = False, tolerance: str = "", floor_a: Sequence[str] = (), floor_b: Sequence[str] = (),
 ) -> DiffResult:  # fmt: skip
     """A session in this process: narrow a divergence of two callables down to its bytes.
 
     ``run_a``, ``run_b``: called once per step with keywords for ``trace`` (``map``, ``out``, ``level``, ``boundaries``, ``plan``), as
     ``def run_a(**options): with trace(model, **options): model(**batch)``; they must do the same every time. ``folder``: a new one; it
-    keeps every step. ``thorough``: look into all blocks at once.
+    keeps every step. ``thorough``: look into all blocks at once. ``tolerance`` (``"relative=1e-4"``), ``floor_a``, ``floor_b``: what the
+    sides are held against, as for ``tracer diff``.
 
     Returns the last comparison. Raises ``UsageError`` (out-in-use), and ``SessionError`` (session-stopped) where a step failed.
     """
@@ -415,7 +509,10 @@ def bisect_traces(
         return RunStatus.DONE, {}
 
     names = [f"{getattr(call, '__module__', '')}.{getattr(call, '__qualname__', call)}" for call in calls.values()]
-    session = Session(command_a=names[0], command_b=names[1], cwd=str(Path.cwd()), thorough=thorough)
+    session = Session(
+        command_a=names[0], command_b=names[1], cwd=str(Path.cwd()), thorough=thorough, tolerance=tolerance,
+        floor_a=tuple(os.path.abspath(path) for path in floor_a), floor_b=tuple(os.path.abspath(path) for path in floor_b),
+    )  # fmt: skip
     bisection = Bisection.start(Path(folder), session, runner)
     ended = bisection.run()
     result = bisection.result()

@@ -2,6 +2,7 @@
 
 ```yaml
 command: python rollout.py           # traces once; TRACER_OUT says where
+tolerance: relative=1e-4             # what counts as moving; left out: any bit
 target: ["*.moe.*"]                  # boundaries that the question is about; a variant in which none of them ran is vacuous
 budget_seconds: 600
 environment: {OMP_NUM_THREADS: "1"}  # of every run
@@ -17,6 +18,7 @@ move is only known not to be reached if the target ran.
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Callable, Mapping
@@ -24,14 +26,16 @@ from datetime import datetime, timezone
 from enum import Enum
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import yaml
 
-from tracer.errors import Code, UsageError
-from tracer.format.redaction import names_secret, redact_text
+from tracer.errors import Code, SessionError, TracerError, UsageError
+from tracer.format.redaction import REDACTED, names_secret, redact_command
 from tracer.read.diff import diff_traces
 from tracer.read.findings import BoundaryOutcome, DiffResult, Verdict
+from tracer.read.floor import parse_tolerance
 from tracer.read.logical import LogicalTrace
 from tracer.sessions.archive import Archive, Run, RunStatus, locked, write_state
 from tracer.sessions.commands import run_command
@@ -53,19 +57,21 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
     @property
     def changes(self) -> str:
-        """What is changed, in one line; empty for a repeat."""
-        parts = [f"{name}={'(unset)' if value is None else value}" for name, value in self.environment.items()]
-        return " ".join([*parts, *([self.arguments] if self.arguments else [])])
+        """What is changed, in one line without secrets; empty for a repeat."""
+        parts = [f"{name}={_written(name, value)}" for name, value in self.environment.items()]
+        return " ".join([*parts, *([redact_command(self.arguments)] if self.arguments else [])])
 
 
 class Controls(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A file of controls. ``target``: globs of boundaries the question is about. ``budget_seconds``: of one run."""
+    """A file of controls. ``target``: globs of boundaries the question is about. ``budget_seconds``: of one run. ``tolerance``: as for
+    ``tracer diff``; what a variable moves by less is no effect."""
 
     command: str
     variants: dict[str, Variant]
     about: str = ""
     target: tuple[str, ...] = ("*",)
     budget_seconds: float | None = None
+    tolerance: str = ""
     environment: dict[str, str] = {}
     continue_on_failure: bool = False
 
@@ -115,7 +121,7 @@ def load_controls(source: str) -> Controls:
     """Read and check a file of controls. Raises ``UsageError`` (controls-invalid) with file, key, expected and found."""
     path = Path(source)
     try:
-        controls: Controls = msgspec.convert(yaml.safe_load(path.read_text(encoding="utf-8")), Controls)
+        controls: Controls = msgspec.convert(yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader), Controls)
     except (OSError, ValueError, yaml.YAMLError) as error:
         found = (error.strerror or str(error)) if isinstance(error, OSError) else " ".join(str(error).split())
         raise UsageError(
@@ -123,7 +129,19 @@ def load_controls(source: str) -> Controls:
             expected="command, variants: {NAME: {environment, arguments}}", found=found, remedy="tracer controls template prints one",
         ) from error  # fmt: skip
     for name, variant in controls.variants.items():
-        _check_variant(source, name, variant)
+        _check_variant(source, name, variant, controls.environment)
+    if controls.tolerance and parse_tolerance(controls.tolerance).ulps:
+        raise UsageError(
+            Code.CONTROLS_INVALID, "nothing is dumped here, and ulps need the bytes", where=f"{source}: tolerance",
+            expected="relative=NUMBER", found=controls.tolerance,
+        )  # fmt: skip
+    budget = controls.budget_seconds
+    if budget is not None and not (math.isfinite(budget) and budget > 0):
+        where = f"{source}: budget_seconds"
+        raise UsageError(Code.CONTROLS_INVALID, "a budget is a time", where=where, expected="seconds, more than 0", found=str(budget))
+    if not controls.target:
+        where = f"{source}: target"
+        raise UsageError(Code.CONTROLS_INVALID, "there is no target", where=where, expected="globs of boundaries", found="none")
     if not controls.command.strip() or not controls.variants:
         raise UsageError(
             Code.CONTROLS_INVALID, "there is nothing to run", where=source, expected="a command and at least one variant",
@@ -132,12 +150,34 @@ def load_controls(source: str) -> Controls:
     return controls
 
 
-def _check_variant(source: str, name: str, variant: Variant) -> None:
-    changed = len(variant.environment) + bool(variant.arguments)
-    if changed > 1:
+class _Loader(yaml.SafeLoader):
+    """Refuses a key given twice: the second variant of a name would take the place of the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for twice in {str(key) for key in keys if keys.count(key) > 1}:
+            raise yaml.constructor.ConstructorError(None, None, f"key {twice!r} is given twice", node.start_mark)
+        return cast("dict[Any, Any]", super().construct_mapping(node, deep))
+
+
+def _check_variant(source: str, name: str, variant: Variant, everywhere: Mapping[str, str]) -> None:
+    try:
+        options = sum(word.startswith("-") and word.strip("-")[:1].isalpha() for word in shlex.split(variant.arguments))
+    except ValueError as error:
+        raise UsageError(
+            Code.CONTROLS_INVALID, "these arguments cannot be read", where=f"{source}: variants.{name}", expected="words of a command line",
+            found=str(error),
+        ) from error  # fmt: skip
+    same = next((key for key, value in variant.environment.items() if everywhere.get(key) == value), None)
+    if same is not None:
+        raise UsageError(
+            Code.CONTROLS_INVALID, "a variant changes nothing: every run has this variable", where=f"{source}: variants.{name}",
+            expected=f"another value of {same}, or {{}} for a repeat", found=variant.changes,
+        )  # fmt: skip
+    if len(variant.environment) + max(options, bool(variant.arguments)) > 1:
         raise UsageError(
             Code.CONTROLS_INVALID, "a variant changes one thing, so that its effect has one cause", where=f"{source}: variants.{name}",
-            expected="one variable, or arguments", found=variant.changes, remedy="make one variant of each",
+            expected="one variable, or one option", found=variant.changes, remedy="make one variant of each",
         )  # fmt: skip
     if name == _BASE or not name.replace("-", "").replace("_", "").isalnum():
         raise UsageError(
@@ -157,9 +197,28 @@ def preview(controls: Controls) -> list[str]:
 
 
 def _shown(controls: Controls, variant: Variant) -> str:
-    settings = {**controls.environment, **{name: value or "" for name, value in variant.environment.items()}}
-    words = [f"{name}={'<redacted>' if names_secret(name) else shlex.quote(value)}" for name, value in settings.items()]
-    return redact_text(" ".join([*words, _command(controls, variant)]))
+    settings: dict[str, str | None] = {**controls.environment, **variant.environment}
+    words = [f"{name}={shlex.quote(_written(name, value))}" for name, value in settings.items() if value is not None]
+    unset = [f"-u {name}" for name, value in settings.items() if value is None]
+    return " ".join([*(["env", *unset] if unset else []), *words, redact_command(_command(controls, variant))])
+
+
+def _written(name: str, value: str | None) -> str:
+    """A variable's value as it may be shown and kept."""
+    return "(unset)" if value is None else REDACTED if names_secret(name) else redact_command(value)
+
+
+def _kept(controls: Controls) -> Controls:
+    """A file of controls without its secrets."""
+
+    def clean(variant: Variant) -> Variant:
+        settings = {name: None if value is None else _written(name, value) for name, value in variant.environment.items()}
+        return msgspec.structs.replace(variant, environment=settings, arguments=redact_command(variant.arguments))
+
+    return msgspec.structs.replace(
+        controls, command=redact_command(controls.command), variants={name: clean(variant) for name, variant in controls.variants.items()},
+        environment={name: _written(name, value) for name, value in controls.environment.items()},
+    )  # fmt: skip
 
 
 def _command(controls: Controls, variant: Variant) -> str:
@@ -171,17 +230,24 @@ def run_controls(
 ) -> ControlResult:
     """Run the base and every variant, and compare. ``folder``: a new one. ``told``: gets one line per run.
 
-    A run that fails stops the rest, unless the file says to continue. Raises ``UsageError`` (out-in-use).
+    A run that fails stops the rest, unless the file says to continue. Raises ``UsageError`` (out-in-use), and ``SessionError``
+    (session-stopped) where the folder cannot be written.
     """
-    if folder.exists() and any(entry.name != ".lock" for entry in folder.iterdir()):
+    if folder.exists() and (not folder.is_dir() or any(entry.name != ".lock" for entry in folder.iterdir())):
         raise UsageError(
             Code.OUT_IN_USE, "controls run in a new folder", where=str(folder), expected="a folder that does not exist",
             found="a folder that holds something", remedy="give another folder; nothing is overwritten",
         )  # fmt: skip
-    with locked(folder):
-        write_state(folder / "plan.json", controls)
-        result = _Controlling(controls, Archive(folder), told, cwd or Path.cwd()).run()
-        write_state(folder / RESULT_FILE, result)
+    try:
+        with locked(folder):
+            write_state(folder / "plan.json", _kept(controls))
+            result = _Controlling(controls, Archive(folder), told, cwd or Path.cwd()).run()
+            write_state(folder / RESULT_FILE, result)
+    except OSError as error:
+        raise SessionError(
+            Code.SESSION_STOPPED, f"the folder of the controls cannot be written: {error.strerror or error}",
+            where=str(error.filename or folder), remedy="make room, or give another folder, and run again",
+        ) from error  # fmt: skip
     return result
 
 
@@ -212,10 +278,10 @@ class _Controlling:
     def _run(self, name: str, variant: Variant) -> tuple[Run, LogicalTrace | None]:
         """One run; its trace, None where it cannot be used."""
         settings: dict[str, str | None] = {**self.controls.environment, **variant.environment}
-        written = {key: "<redacted>" if names_secret(key) else redact_text(value or "(unset)") for key, value in settings.items()}
+        written = {key: _written(key, value) for key, value in settings.items()}
         command = _command(self.controls, variant)
         started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        run = self.archive.begin(name, redact_text(command), written, started)
+        run = self.archive.begin(name, redact_command(command), written, started)
         self.told(f"{run.id}: {_shown(self.controls, variant)}")
         environment: Mapping[str, str | None] = {**os.environ, **settings, "TRACER_OUT": str(self.archive.trace(run).resolve())}
         given = {key: value for key, value in environment.items() if value is not None}
@@ -224,16 +290,19 @@ class _Controlling:
         except BaseException:
             self.archive.change(run, status=RunStatus.INTERRUPTED)
             raise
-        status, reason = RunStatus.DONE, ""
+        status, reason = RunStatus.DONE, f"{ended.left_behind} processes that it left behind were ended" if ended.left_behind else ""
         if ended.exit_status is None:
             status, reason = RunStatus.TIMED_OUT, f"it ran longer than its budget of {self.controls.budget_seconds:g} s"
         elif ended.exit_status:
             status, reason = RunStatus.FAILED, f"exit status {ended.exit_status}: {ended.last_words}"
+        elif ended.unwritten:
+            status, reason = RunStatus.FAILED, f"its logs could not be written: {ended.unwritten}"
         run = self.archive.change(run, status=status, reason=reason, exit_status=ended.exit_status, elapsed_seconds=ended.elapsed_seconds)
         if status is not RunStatus.DONE:
             return run, None
         evidence = look_at(self.archive.trace(run))
-        run = self.archive.change(run, weights=evidence.weights, policy=evidence.policy, image=evidence.image)
+        kept = {"weights": evidence.weights, "policy": evidence.policy, "image": evidence.image, "evidence": evidence.proof}
+        run = self.archive.change(run, **kept)
         if evidence.problem:
             status = RunStatus.VACUOUS if evidence.vacuous else RunStatus.NO_TRACE
             return self.archive.change(run, status=status, reason=evidence.problem), None
@@ -248,25 +317,33 @@ class _Controlling:
     def _compare(
         self, name: str, variant: Variant, run: Run, trace: LogicalTrace | None, base: Run, base_trace: LogicalTrace
     ) -> VariantResult:
-        found = VariantResult(name=name, changes=variant.changes or "nothing (repeat)", run=run.id, effect=Effect.FAILED, text=run.reason)
+        found = VariantResult(name=name, changes=_changes(variant), run=run.id, effect=Effect.FAILED, text=run.reason)
         if trace is None:
             return msgspec.structs.replace(found, effect=Effect.VACUOUS) if run.status is RunStatus.VACUOUS else found
         if not self._reached(trace):
             self.archive.change(run, status=RunStatus.VACUOUS, reason="the target did not run")
             return msgspec.structs.replace(found, effect=Effect.VACUOUS, text=f"no boundary of {', '.join(self.controls.target)} ran")
-        known = bool(base.weights) and bool(run.weights)
-        same_weights = base.weights == run.weights if known else None
-        result = diff_traces(base_trace, trace)
+        same_weights = False if base.weights != run.weights else None if base.evidence or run.evidence else True
+        tolerance = parse_tolerance(self.controls.tolerance) if self.controls.tolerance else None
+        try:
+            result = diff_traces(base_trace, trace, tolerance=tolerance)
+        except TracerError as error:
+            return msgspec.structs.replace(found, effect=Effect.UNKNOWN, same_weights=same_weights, text=error.what)
         write_state(self.archive.path(run) / "against-base.json", result)
         moved = [boundary for boundary in result.boundaries if boundary.outcome in (BoundaryOutcome.DIFFERS, BoundaryOutcome.HEALS)]
         target = [boundary.name for boundary in moved if self._targeted(boundary.name)]
-        effect = _effect(result, bool(target))
+        effect, text = _effect(result, bool(target)), result.headline
+        if effect is Effect.NONE and variant.changes:
+            text += f"; {_arrived(result)}"
         if same_weights is False:
-            effect = Effect.FAILED
-        self.archive.change(run, evidence=result.headline)
+            effect, text = Effect.FAILED, "its weights are not those of the base"
+        for what, old, new in (("policy version", base.policy, run.policy), ("image", base.image, run.image)):
+            if old != new:
+                effect, text = Effect.FAILED, f"it ran with another {what} than the base ({old or 'none'}, now {new or 'none'})"
+        self.archive.change(run, evidence="; ".join(part for part in (run.evidence, result.headline) if part))
         return msgspec.structs.replace(
             found, effect=effect, first=result.first.boundary if result.first is not None else "", moved=len(target),
-            same_weights=same_weights, text="its weights are not those of the base" if same_weights is False else result.headline,
+            same_weights=same_weights, text=text,
         )  # fmt: skip
 
     def _result(self, base: Run, found: list[VariantResult], stopped: str) -> ControlResult:
@@ -285,6 +362,22 @@ class _Controlling:
         if repeats:
             headline += "; a repeat moves it too, so that what the others move may be noise"
         return ControlResult(exit=status, verdict=list(Verdict)[status].value, headline=headline, base=base.id, variants=tuple(found))
+
+
+def _changes(variant: Variant) -> str:
+    """What a variant changes; a variable that this environment has already changes nothing."""
+    same = all(os.environ.get(name) == value for name, value in variant.environment.items())
+    if variant.changes and same and not variant.arguments:
+        return f"nothing ({variant.changes} already)"
+    return variant.changes or "nothing (repeat)"
+
+
+def _arrived(result: DiffResult) -> str:
+    """Where the traces themselves show a change that moved nothing; what was set for the run is no proof that it was looked at."""
+    shown = [name for name in result.conditions if not name.startswith(("environment.", "command"))]
+    if not shown:
+        return "no condition of the trace shows the change: see that it arrived"
+    return f"its trace shows the change at {', '.join(shown[:2])}" + (f" and {len(shown) - 2} more" if len(shown) > 2 else "")
 
 
 def _effect(result: DiffResult, moved: bool) -> Effect:

@@ -20,15 +20,26 @@ __all__ = ["Evidence", "look_at", "moved_boundaries"]
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one run's trace proves. ``weights``: a digest over all weights by name, empty where none is known. ``problem``: why the
-    run cannot be used, empty where it can; ``vacuous``: the problem is something that never executed."""
+    """What one run's trace proves. ``weights``: a digest over all weights by name; ``unknown``: names of those whose bytes nobody
+    knows, of ``known`` others. ``problem``: why the run cannot be used, empty where it can; ``vacuous``: the problem is something
+    that never executed."""
 
     trace: LogicalTrace | None
     weights: str = ""
+    known: int = 0
+    unknown: tuple[str, ...] = ()
     policy: str = ""
     image: str = ""
     problem: str = ""
     vacuous: bool = False
+
+    @property
+    def proof(self) -> str:
+        """What of the weights is not proven, in words; empty where all is."""
+        if not self.unknown:
+            return ""
+        named = ", ".join(self.unknown[:2]) + (", ..." if len(self.unknown) > 2 else "")
+        return f"frozen as far as known: {self.known} weights, of {len(self.unknown)} nothing is known ({named})"
 
 
 def look_at(path: Path) -> Evidence:
@@ -42,7 +53,9 @@ def look_at(path: Path) -> Evidence:
     manifests = trace.manifests
     seen = Evidence(
         trace,
-        weights=_weights(manifests),
+        weights=_weights(trace),
+        known=sum(not weight.unknown for weight in trace.weights.values()),
+        unknown=tuple(name for name, weight in trace.weights.items() if weight.unknown),
         policy=", ".join(dict.fromkeys(mark.version for manifest in manifests for mark in manifest.policies)),
         image=str(manifests[0].conditions.get("image", "")) if manifests else "",
     )
@@ -53,6 +66,10 @@ def look_at(path: Path) -> Evidence:
     if empty is not None:
         where = f"{empty.boundary}: " if empty.boundary else ""
         return replace(seen, problem=f"{where}{empty.text}" + (f" ({empty.remedy})" if empty.remedy else ""), vacuous=True)
+    if not any(len(rows) for name, rows in trace.boundaries.items() if not name.startswith("input.")):
+        return replace(seen, problem="nothing was recorded in it: the model did not run inside `with trace(...)`", vacuous=True)
+    if all(manifest.weights_mode == "none" for manifest in manifests):
+        return replace(seen, problem="it recorded no weights, so that nothing proves they stay the same: leave out weights=False")
     if any(manifest.weights_after == "changed" for manifest in manifests):
         return replace(seen, problem="its weights changed while it was recorded")
     stepped = next((manifest for manifest in manifests if _optimizer_steps(manifest)), None)
@@ -66,14 +83,10 @@ def _optimizer_steps(manifest: Manifest) -> int:
     return found if isinstance(found, int) else 0
 
 
-def _weights(manifests: tuple[Manifest, ...]) -> str:
-    """xxh3_128 over (rank, name, digest) of every weight, 32 hex digits; empty where a weight is unknown or none was recorded."""
-    lines = []
-    for manifest in manifests:
-        for weight in manifest.weights:
-            if weight.unknown:
-                return ""
-            lines.append(f"{manifest.rank} {weight.name} {weight.row_spans} {weight.column_spans} {' '.join(weight.digest)}")
+def _weights(trace: LogicalTrace) -> str:
+    """xxh3_128 over (name, dtype, digest) of every weight of the joined model, 32 hex digits, so that another mesh with the same weights
+    has the same; one that is not known goes in by name. Empty where there are none."""
+    lines = [f"{name} {weight.dtype} {weight.unknown and 'unknown'} {' '.join(weight.digest)}" for name, weight in trace.weights.items()]
     return xxhash.xxh3_128_hexdigest("\n".join(sorted(lines)).encode()) if lines else ""
 
 
