@@ -148,7 +148,8 @@ def test_sinks_and_alternating_experts_know_their_part() -> None:
     sinks = host_parameter("attn", "sinks", attention, torch.zeros(2), False, "", WHOLE)
     assert (sinks.shape, sinks.spans) == ((4,), (((2, 4),),))
     experts = {"tp_rank": 1, "tp_size": 2}
-    module = GptOssRoutedExperts(global_num_experts=4, local_num_experts=4, hidden_size=3, _expert_map=None, intermediate_size_per_partition=2)
+    sizes = {"global_num_experts": 4, "local_num_experts": 4, "hidden_size": 3, "intermediate_size_per_partition": 2}
+    module = GptOssRoutedExperts(**sizes, _expert_map=None)
     weight = host_parameter("experts", "w13_weight", module, torch.zeros(4, 4, 3), False, "", experts)
     bias = host_parameter("experts", "w13_bias", module, torch.zeros(4, 4), False, "", experts)
     assert (weight.shape, weight.spans, weight.sizes) == ((4, 8, 3), ((), ((4, 8),), ()), ())
