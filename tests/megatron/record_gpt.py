@@ -3,9 +3,10 @@
 Keys of a layout: ``out``; ``gpt``: arguments of ``make_gpt``; ``weights``: of ``random_hf_weights``; ``load``: of ``load_hf``;
 ``trace``: of ``trace``; ``vocabulary``: of the host; ``data``: data-parallel ranks whose batches one process runs, one forward
 each; ``router_seed``: of noise on the routers; ``plan_of``: two traces beside ``out`` whose difference is the plan, ``plan_layer``:
-moved to that layer; ``refused``: entering raises, and the error is written to ``out.rankN``; options of ``trace`` that name other
-traces name those beside ``out``; ``wrap``: put Megatron's own wrapper around the model; ``train``: with gradients, and a
-backward pass; ``scores``: record log probabilities by hand, from the model's own ``loss`` or from the ``shard`` of the logits alone.
+moved to that layer; ``refused``: entering raises, and the error is written to ``out.rankN``; options of ``trace`` that name
+other traces name those beside ``out``; ``collect``: write trainer scores of a batch instead of a trace; ``wrap``: put Megatron's
+own wrapper around the model; ``train``: with gradients, and a backward pass; ``scores``: record log probabilities by hand, from
+the model's own ``loss`` or from the ``shard`` of the logits alone.
 """
 
 from __future__ import annotations

@@ -69,9 +69,11 @@ def compare_scores(
     with ThreadPoolExecutor(_THREADS) as pool:  # numpy lets go of the interpreter
         siblings = pool.submit(check_sibling_scores, table)
         passes = [(x, y) for x, y in ((ScoreName.B0, ScoreName.B1), (ScoreName.C0, ScoreName.C1)) if {x, y} <= set(table.values)]
-        repeats = {pair.x.side: pair for pair in pool.map(lambda names: compare_pair(table, *names, thresholds, repeat=True), passes)}
+        repeats = {
+            pair.x.side: pair for pair in pool.map(lambda names: compare_pair(table, names[0], names[1], thresholds, repeat=True), passes)
+        }
         sides = [(chosen[x], chosen[y]) for x, y in ("AB", "BC", "AC") if {x, y} <= set(chosen)]
-        pairs = {pair.name: pair for pair in pool.map(lambda names: _pair(table, *names, thresholds, repeats), sides)}
+        pairs = {pair.name: pair for pair in pool.map(lambda names: _pair(table, names[0], names[1], thresholds, repeats), sides)}
     if not pairs and not repeats:
         raise ScoreError(
             Code.SCORES_NOTHING,

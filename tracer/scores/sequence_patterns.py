@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -128,11 +129,10 @@ def find_slices(
 
 def sum_by_request(table: ScoreTable, values_N: npt.NDArray[np.generic]) -> F64:
     """float64 (Q,)."""
-    total_Q: F64 = np.bincount(table.request_N, weights=values_N, minlength=len(table.requests))
-    return total_Q
+    return np.bincount(table.request_N, weights=values_N, minlength=len(table.requests)).astype(np.float64, copy=False)
 
 
-def _apart_from_others(beyond_S: Mask, tokens_S: F64, sum_S: F64, limit: float) -> tuple[Mask, float]:
+def _apart_from_others(beyond_S: Mask, tokens_S: npt.NDArray[Any], sum_S: npt.NDArray[Any], limit: float) -> tuple[Mask, float]:
     """Which slices are apart while all others together are not; and the logprob_mae of those others."""
     others = float(tokens_S[~beyond_S].sum())
     elsewhere = float(sum_S[~beyond_S].sum()) / others if others else float("inf")
