@@ -14,11 +14,12 @@ import tracer
 from tests.sides import Side
 from tests.small_model import SmallHost, SmallModel, small_map
 from tracer.format.schema import BoundaryStatus
-from tracer.read.absences import absent_boundary, missing_rows, token_findings
+from tracer.read.absences import absent_boundary, missing_rows, token_findings, unknown_inputs
 from tracer.read.compare import compare_boundary
+from tracer.read.diff import diff_traces
 from tracer.read.findings import BoundaryOutcome, Finding, FindingCode, Kind
 from tracer.read.findings import Side as Which
-from tracer.read.floor import Floors
+from tracer.read.floor import Floors, Tolerance
 from tracer.read.outcomes import judge
 from tracer.read.pairing import pair_sides
 
@@ -149,3 +150,43 @@ def test_what_one_side_left_out_of_its_recording_is_no_same(
     assert {finding.code for finding in result.findings if finding.kind is Kind.ABSENCE} == {code}
     assert said in result.headline
     assert result.next_step
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_automatic_labels_prove_no_difference(named: bool) -> None:
+    """Tokens whose ids nobody knows are paired by label: a difference in them proves something only if a user named the requests."""
+    a, b = Side(), Side()
+    for made in (a, b):
+        if named:
+            made.requests = {"s0": "first"}
+        made.label_only("s0")
+    b.change("embedding", "s0:1")
+    b.carry_on("layers.2.attn.out", "s0:5")
+    result = diff_traces(a.trace(), b.trace())
+    if named:
+        assert result.exit == 1
+        assert "what 7 tokens were fed is taken from the names of their requests" in result.headline
+        return
+    assert (result.exit, result.first, result.classification, result.roots) == (2, None, None, ())
+    assert result.headline.startswith("Could not tell: inputs not known: 3 tokens that differ are paired by automatic labels alone")
+    assert "t.requests([...])" in result.next_step
+    assert diff_traces(a.trace(), b.trace(), tolerance=Tolerance(10.0)).exit == 2
+    assert diff_traces(a.trace(), a.trace()).exit == 0
+
+
+def test_equal_embeddings_of_a_whole_prefix_make_inputs_known() -> None:
+    """Where every embedding up to a token is bitwise equal, what it was fed is known without ids; behind another one it is not."""
+    a, b = Side(), Side()
+    for made in (a, b):
+        made.label_only("s0")
+    b.carry_on("layers.2.attn.out", "s0:5")
+    result = diff_traces(a.trace(), b.trace())
+    assert (result.exit, result.roots[0].place.boundary) == (1, "layers.2.attn.out")
+    x, y = a.trace(), b.trace()
+    b.change("embedding", "s0:4")
+    y = b.trace()
+    pairing = pair_sides(x, y)
+    embedding = compare_boundary(x.boundaries["embedding"], y.boundaries["embedding"], pairing.tokens)
+    unknown_K = unknown_inputs(x, pairing, embedding)
+    assert unknown_K is not None
+    assert unknown_K.tolist() == [False] * 4 + [True] * 3 + [False] * 5

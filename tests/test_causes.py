@@ -214,3 +214,12 @@ def test_planted_faults_are_the_roots(data: st.DataObject) -> None:
         assert any(fault in hidden(int(name)) for fault, _ in faulty)
     if any(differs[at].any() for at in recorded):
         assert some
+
+
+def test_nothing_is_equal_again_where_no_row_depends_on_it() -> None:
+    """The last token's logits have no row about a next token, so that a difference there does not heal in the scores."""
+    graph = chain("logits", "scores", rows={"scores": RowScope.NEXT})
+    cells = {"logits": Cells(None, mask(4, 3)), "scores": Cells(None, None)}
+    assert find_causes(graph, cells, table([-1, 0, 1, 2])).healed == {}
+    cells["logits"] = Cells(None, mask(4, 2))
+    assert find_causes(graph, cells, table([-1, 0, 1, 2])).healed == {"logits": "scores"}

@@ -26,6 +26,8 @@ def write(out: Path, *, changed: str = "", by: float = 0.0) -> Path:
         found = fingerprints(8, number)
         assert found.sketch_N16 is not None
         assert found.sum_squares_N is not None
+        assert found.nonfinite_N is not None
+        found.nonfinite_N[:] = 0
         found.sum_squares_N[:] = np.square(found.sketch_N16.astype(np.float64)).sum(axis=1)
         if name == changed:
             found.digest_N2[5] += np.uint64(1e6 * by)
@@ -85,7 +87,17 @@ def test_a_side_is_no_floor(pair: tuple[Path, Path], capsys: pytest.CaptureFixtu
     assert "or a copy of it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [["--tolerance", "ulps=2"], ["--tolerance", "x"], ["--floor", "{a}"], ["--floor-a", "nowhere"]])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--tolerance", "ulps=2"],
+        ["--tolerance", "x"],
+        ["--tolerance", ""],
+        ["--tolerance", "relative=1,relative=2"],
+        ["--floor", "{a}"],
+        ["--floor-a", "nowhere"],
+    ],
+)
 def test_unusable_options_are_2(wrong: list[str], pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     """Options that cannot be carried out are usage errors with a code."""
     assert run_tracer("diff", *pair, *(word.format(a=pair[0]) for word in wrong)) == 2

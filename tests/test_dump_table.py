@@ -10,7 +10,7 @@ import pytest
 from tests.material import dumped, dumps_of
 from tests.sides import Side
 from tracer.format.dumps import DumpPlan, PlanBoundary, PlanSide
-from tracer.read.dump_table import dump_lines, dump_ulps
+from tracer.read.dump_table import dump_kinds, dump_lines, dump_ulps
 from tracer.read.findings import DumpLine
 from tracer.read.pairing import pair_sides
 
@@ -89,3 +89,15 @@ def test_the_plan_gives_the_roles() -> None:
     dumps = dumps_of(side, trace, NAME, "embedding")
     lines = dump_lines(replace(dumps, plan=plan), dumps, pair_sides(trace, trace).tokens)
     assert {line.boundary: line.role for line in lines} == {"embedding": "asked for", NAME: "output"}
+
+
+def test_kinds_of_nonfinite_values_are_told_per_row() -> None:
+    """NaN, inf and -inf are kinds of their own, by place; payloads of NaN and finite values do not count."""
+    a, b = Side(), Side()
+    for row, (x, y) in enumerate([(np.inf, np.inf), (np.inf, -np.inf), (np.nan, np.inf), (np.nan, np.nan), (1.0, 2.0), (1.0, np.nan)]):
+        a.values[NAME].rows[row, 7], b.values[NAME].rows[row, 7] = x, y
+    a.values[NAME].rows[0, 3] = 1.5
+    b.values[NAME].rows[3:4].view(np.uint32)[0, 7] ^= 1
+    x, y = a.trace(), b.trace()
+    found = dump_kinds(dumped(a, x, NAME), dumped(b, y, NAME), pair_sides(x, y).tokens)
+    assert [found[row, -1] for row in range(6)] == [True, False, False, True, True, False]

@@ -13,7 +13,7 @@ import pytest
 from tests.sides import Side
 from tracer.errors import Code, UsageError
 from tracer.read.diff import diff_traces
-from tracer.read.findings import BoundaryOutcome, Finding, FindingCode, Kind
+from tracer.read.findings import BoundaryOutcome, Class, Finding, FindingCode, Kind
 from tracer.read.floor import Floors, Tolerance, measure_floors, parse_tolerance
 
 NAME = "layers.2.attn.out"
@@ -236,3 +236,104 @@ def test_what_is_no_tolerance_is_refused(given: Any, where: str) -> None:
     assert (caught.value.code, caught.value.where) == (Code.BAD_ARGUMENT, where)
     assert caught.value.expected
     assert caught.value.found
+
+
+LIMITS = [{"tolerance": Tolerance(relative=1e-2)}, {"tolerance": Tolerance(relative=1e-2, per_boundary={"lm_head": 5.0})}]
+
+
+@pytest.mark.parametrize("options", LIMITS)
+@pytest.mark.parametrize(("x", "y"), [(np.inf, -np.inf), (np.nan, np.inf), (-np.inf, -np.inf)])
+def test_no_limit_covers_nonfinite_values_whose_kinds_are_not_known(x: float, y: float, options: dict[str, Any]) -> None:
+    """A row with as many non-finite values on both sides and another digest is neither within a tolerance nor proven to differ,
+    and without a tolerance it differs. Rows of finite values beside it are judged as ever."""
+    a, b = Side(), Side()
+    for side, value in ((a, x), (b, y)):
+        side.values["lm_head"].rows[4, 7] = value
+    b.change("lm_head", "s1:1", *(["s0:4"] if x == y else []), by=1e-3, column=3)
+    result = diff_traces(a.trace(), b.trace(), **options)
+    assert (result.exit, result.classification) == (2, None)
+    found = [finding for finding in result.findings if finding.code is FindingCode.NONFINITE_UNPROVEN]
+    assert [(finding.boundary, finding.rows, finding.kind) for finding in found] == [("lm_head", 1, Kind.ABSENCE)]
+    assert 'dump=["lm_head"]' in result.next_step
+    entry = next(entry for entry in result.boundaries if entry.name == "lm_head")
+    assert entry.outcome is BoundaryOutcome.INCOMPARABLE
+    bitwise = diff_traces(a.trace(), b.trace())
+    assert bitwise.exit == 1
+    assert bitwise.classification is not None
+    assert bitwise.classification.klass is Class.UNLOCALIZED
+
+
+def test_a_floor_covers_no_nonfinite_values_either() -> None:
+    """A measured floor above zero lets no row pass whose non-finite values may be others."""
+    a, b, noisy = Side(), Side(), Side()
+    for side, value in ((a, np.inf), (b, -np.inf), (noisy, np.inf)):
+        side.values["lm_head"].rows[4, 7] = value
+    noisy.change("lm_head", "s1:1", by=1e-2)
+    assert diff_traces(a.trace(), b.trace(), floor_a=noisy.trace()).exit == 2
+    assert diff_traces(a.trace(), a.trace(), floor_a=noisy.trace()).exit == 0
+
+
+def test_a_floor_with_other_nonfinite_values_is_refused() -> None:
+    """A NaN in the floor run alone would be a floor of 1 and excuse everything."""
+    noisy = Side()
+    noisy.values[NAME].rows[5, 3] = np.nan
+    with pytest.raises(UsageError, match="other non-finite values than its side") as error:
+        diff_traces(Side().trace(), Side().trace(), floor_a=noisy.trace())
+    assert "1 row, first s0:5" in error.value.found
+
+
+@pytest.mark.parametrize(
+    ("conditions", "message"),
+    [
+        ({"model": {"mode": "train"}}, "was not run as its side"),
+        ({"model": {"mode": "eval", "dropout": {"model.layers.*.attention_dropout": 0.9}}}, "was not run as its side"),
+        ({"model": {"mode": "eval", "attributes": {"model.layers.*.self_attn.scaling": 0.4}}}, "other numbers in its modules"),
+    ],
+)
+def test_a_floor_run_in_another_way_than_its_side_is_refused(conditions: dict[str, Any], message: str) -> None:
+    """Mode, dropout and scalar settings are the side's; threads, kernels and backends may be others."""
+    a, noisy = Side(), Side()
+    a.conditions = {"model": {"mode": "eval", "attributes": {"model.layers.*.self_attn.scaling": 0.25}}, "threads": 1}
+    noisy.conditions = {"attention": "sdpa", "threads": 8, **conditions}
+    with pytest.raises(UsageError, match=message):
+        diff_traces(a.trace(), Side().trace(), floor_a=noisy.trace())
+    noisy.conditions = {**a.conditions, "attention": "sdpa", "threads": 8, "compile": {"mode": "max-autotune"}}
+    assert diff_traces(a.trace(), Side().trace(), floor_a=noisy.trace()).exit == 0
+
+
+@pytest.mark.parametrize(("ulps", "refused"), [(2, False), (5, True), (10**9, True)])
+def test_a_floor_nudged_by_more_than_rounding_is_refused(ulps: int, refused: bool) -> None:
+    """A few units in the last place show what rounding does, thousands excuse faults."""
+    noisy = changed(1e-3)
+    noisy.interventions = (f"perturb_ulps={ulps}",)
+    if refused:
+        with pytest.raises(UsageError, match="nudged too far"):
+            diff_traces(Side().trace(), Side().trace(), floor_a=noisy.trace())
+    else:
+        assert diff_traces(Side().trace(), Side().trace(), floor_a=noisy.trace()).exit == 0
+
+
+def test_a_floor_of_the_order_of_the_values_is_named() -> None:
+    """A floor above 0.1 is in a finding and on the headline, whatever the verdict."""
+    result = diff_traces(Side().trace(), changed(1e-3).trace(), floor_a=changed(30.0).trace())
+    assert result.exit == 0
+    assert "of the order of the values themselves" in result.headline
+    assert FindingCode.FLOOR_LARGE in [finding.code for finding in result.findings]
+
+
+def test_noise_with_nonfinite_values_is_no_floor() -> None:
+    """Siblings that differ in rows with NaN or inf have no size that could be a floor, and no tolerance covers them."""
+    side = Side()
+    side.noise = {NAME: math.inf}
+    with pytest.raises(UsageError, match="non-finite values are no floor"):
+        diff_traces(side.trace(), Side().trace(), floor="self")
+    assert not Floors({NAME: 10.0}, measured=True).covers_noise(NAME, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("relative=1,relative=2", "given twice"), ("", "unreadable"), ("lm_head=1, lm_head =2", "given twice")]
+)
+def test_a_tolerance_that_contradicts_itself_or_says_nothing_is_refused(text: str, message: str) -> None:
+    """The last of two limits does not win, and an empty text is no tolerance."""
+    with pytest.raises(UsageError, match=message):
+        parse_tolerance(text)

@@ -105,3 +105,22 @@ def test_flips_are_listed_token_by_token() -> None:
     assert found.flips == (Flip(request="s1", position=1, a=(2, 5), b=(2, 6)),)
     b.change(NAME, "s0:1")
     assert result_of(judged(a, b), a.trace(), Floors(), root=False, healed_at="").flips == ()
+
+
+@pytest.mark.parametrize(("same", "outcome"), [(True, BoundaryOutcome.WITHIN_FLOOR), (False, BoundaryOutcome.DIFFERS)])
+def test_dumps_tell_which_nonfinite_values_there_are(same: bool, outcome: BoundaryOutcome) -> None:
+    """A mask of -inf on both sides with rounding elsewhere is within a tolerance where dumps show the mask to be equal, and
+    above it where they show another one."""
+    a, b = Side(), Side()
+    a.values[NAME].rows[:, 20:] = b.values[NAME].rows[:, 20:] = -np.inf
+    b.change(NAME, "s0:2", by=1e-6, column=3)
+    token = a.at("s0:2")
+    found = judged(a, b, Floors(tolerance=Tolerance(1e-4), row_kinds=lambda name: {(token, -1): same}))
+    assert (found.outcome, len(found.undecided)) == (outcome, 0)
+    open_one = judged(a, b, Floors(tolerance=Tolerance(1e-4)))
+    assert (open_one.outcome, len(open_one.undecided)) == (BoundaryOutcome.INCOMPARABLE, 1)
+    cells = cells_of(open_one, len(a))
+    assert cells is not None
+    assert cells.differs_K is None
+    assert cells.compared_K is not None
+    assert np.flatnonzero(~cells.compared_K).tolist() == [token]

@@ -226,6 +226,19 @@ def test_s37_repeats_that_agree_are_counted_and_others_are_findings(tmp_path: Pa
     assert_holds(trace.boundaries[OUT], whole)
 
 
+def test_repeats_with_nonfinite_values_have_no_size(tmp_path: Path) -> None:
+    """inf in one execution and -inf in the other differ by more than any floor covers, though the finite rest is equal."""
+    whole, other = values(32), values(32)
+    whole[5, 3], other[5, 3] = np.inf, -np.inf
+    rank = Rank(tmp_path).ids()
+    for forward, tensor in enumerate((whole, other)):
+        rank.add(OUT, tensor, forward=forward)
+    rank.commit()
+    trace = stitched(tmp_path)
+    assert only(trace).code is FindingCode.REPEATS_DISAGREE
+    assert np.isposinf(trace.noise[OUT])
+
+
 def test_s61_siblings_that_disagree_are_named(tmp_path: Path) -> None:
     """Of four siblings the third is off at one prompt row: siblings 1 and 3, and the size is the side's noise."""
     ids = {f"p{sibling}": [1, 2, 3, 4, 10 + sibling] for sibling in range(4)}

@@ -9,7 +9,7 @@ import msgspec
 from tests.sides import Side
 from tracer.format.schema import Boundary
 from tracer.read.logical import LogicalTrace
-from tracer.read.settings import settings_at
+from tracer.read.settings import differing_numbers, settings_at
 
 
 def side(attributes: dict[str, Any], host: str = "playback") -> LogicalTrace:
@@ -70,3 +70,17 @@ def test_another_host_has_other_modules() -> None:
     """Settings of two programs are not compared, nor is anything where all are equal."""
     assert settings_at(side(A), side(B, host="engine"), at("model.norm output")) == ()
     assert settings_at(side(A), side(A), at("model.norm output")) == ()
+
+
+def test_numbers_that_differ_anywhere_are_found_once_per_pattern() -> None:
+    """Numbers only: no names, no switches, nothing that lays a computation out; a module that one side lacks has none."""
+    more = {"model.layers.*.self_attn.chunk_size": 64, "model.layers.*.self_attn.causal": True, "other.module.eps": 1.0}
+    found = differing_numbers(side({**A, **more}), side({**B, "model.layers.*.self_attn.chunk_size": 32}))
+    assert [number.text() for number in found] == [
+        "cap of model.layers.*.self_attn: A 50.0, B none",
+        "scaling of model.layers.2.self_attn: A 0.25, B 0.2625",
+        "eps of model.norm: A 1e-06, B 1e-05",
+        "attention_scaling of model.rotary_emb: A 1.0, B 1.4159",
+    ]
+    assert differing_numbers(side(A), side(B, host="other")) == ()
+    assert differing_numbers(side(A), side(A)) == ()

@@ -111,3 +111,15 @@ def test_could_not_tell_names_the_first_reason_and_what_is_equal() -> None:
     assert line == (
         "Could not tell: layers.1.mlp.out: missing on B: 0 executions (and 1 more finding of this kind); everything compared is identical"
     )
+
+
+def test_same_says_what_was_not_compared_and_which_numbers_differ() -> None:
+    """No weights on either side, and a setting that differs under a tolerance, are in the line of a Same."""
+    a, b = Side(), one_element()
+    for side, scaling in ((a, 0.25), (b, 0.325)):
+        side.weights = {}
+        side.conditions = {"model": {"mode": "eval", "attributes": {"model.layers.*.self_attn.scaling": scaling}}}
+    line = compared(b, a, Tolerance(10.0)).headline
+    assert "within the given tolerance" in line
+    assert "not the same numbers: scaling of model.layers.*.self_attn: A 0.25, B 0.325; weights not compared" in line
+    assert "weights not compared" not in compared(Side(), Side()).headline

@@ -27,9 +27,9 @@ def diff(
         typer.Option("--floor", metavar="DIR|self", help="For the side with that host, mesh and weights; self: siblings and repeats."),
     ] = None,
     tolerance: Annotated[
-        str,
+        str | None,
         typer.Option("--tolerance", metavar="relative=X", help="Largest relative distance that passes; also BOUNDARY=X, ulps=N."),
-    ] = "",
+    ] = None,
     control: Annotated[
         tuple[str, str] | None,
         typer.Option("--control", metavar="A32 B32", help="The same pair in float32: an error survives there, rounding falls."),
@@ -49,7 +49,7 @@ def diff(
     from tracer.read.floor import parse_tolerance
     from tracer.read.opening import opened
 
-    limit = parse_tolerance(tolerance) if tolerance else None
+    limit = None if tolerance is None else parse_tolerance(tolerance)
     with progress_bar() as report:
         side_a, side_b = opened(a, "A", report), opened(b, "B", report)
         result = diff_traces(

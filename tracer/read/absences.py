@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from tracer.format.schema import OUTSIDE_TOKENS, Boundary, BoundaryStatus, RowScope
-from tracer.read.compare import Method
+from tracer.read.compare import Comparison, Method
 from tracer.read.findings import BoundaryOutcome, BoundaryResult, Finding, FindingCode, Kind, Side
 from tracer.read.logical import LogicalTrace
 from tracer.read.outcomes import Judged
 from tracer.read.pairing import Pairing
 from tracer.read.wording import by_sequence, count, row_text, sequence_name, token_name
 
-__all__ = ["absent_boundary", "missing_rows", "token_findings"]
+__all__ = ["absent_boundary", "inputs_unknown", "missing_rows", "token_findings", "unknown_inputs"]
 
 I64 = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -66,6 +66,43 @@ def token_findings(a: LogicalTrace, b: LogicalTrace, pairing: Pairing) -> list[F
         text = f"{count(pairing.by_label, 'token')} matched by request and position: one side does not know the ids"
         findings.append(Finding(code=FindingCode.NOTE, kind=Kind.INFORMATION, rows=pairing.by_label, text=text))
     return findings
+
+
+def unknown_inputs(a: LogicalTrace, pairing: Pairing, embedding: Comparison | None) -> Bools | None:
+    """Tokens of A whose inputs are not known to be those of their partners, bool (K,); None where there are none.
+
+    Automatic labels pair tokens by where their row stood. That proves nothing about what was fed, unless the embeddings of the
+    token and of everything before it were recorded and are equal bit for bit."""
+    if pairing.assumed_K is None or embedding is None or embedding.method is not Method.DIGEST:
+        return pairing.assumed_K
+    unknown_K, equal_K = pairing.assumed_K.copy(), np.zeros(len(a.tokens), np.bool_)
+    equal_K[embedding.token_R] = True
+    equal_K[embedding.token_R[embedding.differing]] = False
+    for sequence in a.sequences:
+        told_T = (sequence.token >= 0) & equal_K[sequence.token]
+        unknown_K[sequence.token[: len(told_T) if told_T.all() else int(told_T.argmin())]] = False
+    return unknown_K if unknown_K.any() else None
+
+
+def inputs_unknown(a: LogicalTrace, judged: Mapping[str, Judged], unknown_K: Bools | None) -> list[Finding]:
+    """That differences were found where nobody knows whether the sides were fed the same: one finding."""
+    apart = [found for found in judged.values() if found.unknown]
+    if unknown_K is None or not apart:
+        return []
+    tokens = np.unique(np.concatenate([found.comparison.token_R[found.comparison.differing] for found in apart]))
+    tokens = tokens[unknown_K[tokens]]
+    request, position = token_name(a, int(tokens[0]))
+    more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
+    text = (
+        f"inputs not known: {count(len(tokens), 'token')} that differ are paired by automatic labels alone, first "
+        f"{row_text(request, position)} (their ids, or what came before them, were not seen); they differ at {apart[0].name}{more}"
+    )
+    return [
+        Finding(
+            code=FindingCode.INPUTS_UNKNOWN, kind=Kind.ABSENCE, rows=len(tokens), request=request, position=position, text=text,
+            remedy="name the sequences on both sides (t.requests([...]) before the forward), or trace from the first token on, with ids",
+        )
+    ]  # fmt: skip
 
 
 # ---------------------------------------------------------------- rows of one boundary

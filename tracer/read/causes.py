@@ -359,7 +359,7 @@ def _heals_at(
                 if boundary.name not in healed:
                     return ""
                 equal_at = max(equal_at, graph.index[healed[boundary.name]])
-            else:
+            elif (reach if cell.compared_K is None else reach & cell.compared_K).any():  # else no row here depends on it
                 equal_at = max(equal_at, reader)
             reach = np.zeros_like(reach) if cell.compared_K is None else reach & ~cell.compared_K
         before = passed.get(reader)

@@ -51,7 +51,8 @@ class RootEvidence:
     and is equal. ``ancestors``: it was not, but recorded ancestors stand for it, and are equal. ``weights_equal``: those it
     is computed with, as far as it has any. ``fades``: boundaries that read it, where all of them differ by rounding only.
     ``faded``: they fall to the rounding of float32 in the control pair. ``reduced``: a setting by which float32 products are
-    computed in less. ``unseen``: an input that no boundary tells, such as a mask; then neither holds."""
+    computed in less. ``nonfinite``: differing rows hold NaN or inf, which no rounding
+    makes. ``unseen``: an input that no boundary tells, such as a mask; then neither holds."""
 
     root: Root
     info: Boundary
@@ -66,6 +67,7 @@ class RootEvidence:
     fades: tuple[str, ...] = ()
     faded: bool = False
     reduced: str = ""
+    nonfinite: bool = False
     unseen: str = ""
     earlier: Sequence[BoundaryOutcome] = ()
 
@@ -209,7 +211,7 @@ def _median(evidence: RootEvidence) -> float:
 
 def _rounding(evidence: RootEvidence) -> Classification | None:
     """Equal inputs, and nothing but rounding to nearest."""
-    if not _reached(evidence) or (evidence.shapes and not evidence.faded) or evidence.largest is None:
+    if not _reached(evidence) or (evidence.shapes and not evidence.faded) or evidence.largest is None or evidence.nonfinite:
         return None
     control = None if evidence.control is None else evidence.control.outcome
     reasons, confidence = [], Confidence.MEDIUM

@@ -6,10 +6,11 @@ C columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 U64 = npt.NDArray[np.uint64]
 Bools = npt.NDArray[np.bool_]
+_T = TypeVar("_T")
 
 SKETCH_RESOLUTION = 2.0**-20
 """Relative distance below which float32 sketches of equal values may differ: their sums run in another order on
@@ -142,6 +144,22 @@ class Comparison:
         rows_a, rows_b = self.sides(self.differing)
         differs: Bools = self.statistics[0].nonfinite_R[rows_a] != self.statistics[1].nonfinite_R[rows_b]
         return differs
+
+    def holds_nonfinite(self, pairs: I64) -> Bools:
+        """Which pairs have a row with non-finite values, of which a fingerprint keeps the number alone. ``False`` where no
+        statistics are kept."""
+        if self.statistics is None:
+            return np.zeros(len(pairs), np.bool_)
+        rows_a, rows_b = self.sides(pairs)
+        held: Bools = (self.statistics[0].nonfinite_R[rows_a] > 0) | (self.statistics[1].nonfinite_R[rows_b] > 0)
+        return held
+
+    def of_rows(self, pairs: I64, known: Mapping[tuple[int, int], _T], default: _T) -> list[_T]:
+        """What is ``known`` of some pairs by (token of A, expert or -1), as dumps list their rows."""
+        token = self.token_R[pairs].tolist()
+        expert_R = self.a.expert_R
+        expert = [-1] * len(token) if expert_R is None else expert_R[self.sides(pairs)[0]].tolist()
+        return [known.get(row, default) for row in zip(token, expert, strict=True)]
 
 
 @dataclass(frozen=True)

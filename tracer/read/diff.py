@@ -15,14 +15,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tracer.read.absences import absent_boundary, missing_rows, token_findings
+from tracer.read.absences import absent_boundary, inputs_unknown, missing_rows, token_findings, unknown_inputs
 from tracer.read.advice import classification, next_step
 from tracer.read.causes import Causes, Graph, find_causes, merge_catalogues
 from tracer.read.conditions import differing_conditions, leads
 from tracer.read.control import check_control
 from tracer.read.divergence import Candidate, Scene, boundary_findings, find_candidates, first_bitwise
 from tracer.read.dump_checks import check_dumps
-from tracer.read.dump_table import dump_lines, dump_ulps
+from tracer.read.dump_table import dump_kinds, dump_lines, dump_ulps
 from tracer.read.dumped import DumpedBoundary, Dumps, read_dumps
 from tracer.read.evidence import Account, EvidenceGatherer
 from tracer.read.explain import Material
@@ -38,7 +38,7 @@ from tracer.read.findings import (
     Side,
     Verdict,
 )
-from tracer.read.floor import SELF, Floors, Tolerance, measure_floors
+from tracer.read.floor import LARGE_FLOOR, SELF, Floors, Tolerance, large_floors, measure_floors
 from tracer.read.logical import LogicalTrace
 from tracer.read.opening import Progress, TraceLike, opened, summarize
 from tracer.read.outcomes import Judged, cells_of, compare_all, judge, result_of
@@ -47,10 +47,13 @@ from tracer.read.pairing import pair_sides
 from tracer.read.token_map import draw_token_map
 from tracer.read.verdict import NOISE, Facts, headline
 from tracer.read.weight_diff import compare_weights, weight_findings
-from tracer.read.wording import count, row_text, sequence_name
+from tracer.read.wording import count, row_text, sequence_name, short
 
 __all__ = ["diff_traces"]
 
+_FLOORS_NAMED = 3
+_EMBEDDING = "embedding"
+"""What a model is fed, as values."""
 _ROOTS_EXPLAINED = 4
 """Roots that are explained and classed, earliest first."""
 
@@ -153,7 +156,7 @@ class _Comparing:
         self.catalogue = merge_catalogues(a.catalogue, b.catalogue)
         self.pairing = pair_sides(a, b)
         self.dumps = dumps if all(dumps) else None
-        self.floors = replace(floors, row_ulps=self._row_ulps)
+        self.floors = replace(floors, row_ulps=self._row_ulps, row_kinds=self._row_kinds)
         self.judged = self._judge_all(progress)
         weights = compare_weights(a, b, self.catalogue)
         differing = [name for name, judged in self.judged.items() if name.startswith("input.") and judged.above_D.any()]
@@ -170,6 +173,7 @@ class _Comparing:
 
     def _judge_all(self, progress: Progress | None) -> dict[str, Judged]:
         comparisons = compare_all(self.a, self.b, self.pairing, [boundary.name for boundary in self.catalogue])
+        self.unknown_K = unknown_inputs(self.a, self.pairing, comparisons.get(_EMBEDDING))
         judged: dict[str, Judged] = {}
         chosen_K: npt.NDArray[np.bool_] | None = None
         for done, info in enumerate(self.catalogue):
@@ -178,7 +182,7 @@ class _Comparing:
                 continue
             if progress is not None:
                 progress("comparing", done, len(self.catalogue))
-            found = judge(comparison, self.floors, comparisons.get(info.scores), self._dumped(info.scores))
+            found = judge(comparison, self.floors, comparisons.get(info.scores), self._dumped(info.scores), self.unknown_K)
             found = missing_rows(found, self.a, self.b, self.pairing, chosen_K)
             if info.discrete and found.above_D.any():
                 chosen_K = np.zeros(len(self.a.tokens), np.bool_) if chosen_K is None else chosen_K
@@ -189,6 +193,10 @@ class _Comparing:
     def _row_ulps(self, name: str) -> Mapping[tuple[int, int], float]:
         held = self._dumped(name)
         return {} if held is None else dump_ulps(*held, self.pairing.tokens)
+
+    def _row_kinds(self, name: str) -> Mapping[tuple[int, int], bool]:
+        held = self._dumped(name)
+        return {} if held is None else dump_kinds(*held, self.pairing.tokens)
 
     def _dumped(self, name: str) -> tuple[DumpedBoundary, DumpedBoundary] | None:
         """Raw values of a boundary on both sides."""
@@ -203,11 +211,18 @@ class _Comparing:
         noise, noise_at = first_noise(own, NOISE, self.catalogue)
         candidates = find_candidates(scene)
         results, about = self._boundaries(own, candidates, noise_at)
-        everything = [*own, *token_findings(self.a, self.b, self.pairing), *weight_findings(scene.weights, self.a, self.b), *about]
+        tokens = [*inputs_unknown(self.a, self.judged, self.unknown_K), *token_findings(self.a, self.b, self.pairing)]
+        everything = [*own, *tokens, *weight_findings(scene.weights, self.a, self.b), *about]
         if self.pairing.matched and not any(entry.rows_compared for entry in results if not entry.name.startswith("input.")):
             text = "only inputs were compared: no boundary of the model has rows on both sides"
             remedy = "record the same boundaries on both sides"
             everything.append(Finding(code=FindingCode.NOTHING_COMPARED, kind=Kind.ABSENCE, text=text, remedy=remedy))
+        large = large_floors(self.floors, self.catalogue)
+        if large:
+            names = ", ".join(f"{name} {short(value)}" for name, value in large[:_FLOORS_NAMED])
+            more = f" and {len(large) - _FLOORS_NAMED} more" if len(large) > _FLOORS_NAMED else ""
+            text = f"the floor is above {LARGE_FLOOR} at {names}{more}: a difference of the order of the values passes there"
+            everything.append(Finding(code=FindingCode.FLOOR_LARGE, kind=Kind.INFORMATION, boundary=large[0][0], text=text))
         verdict = self._verdict(everything)
         earliest = candidates[0] if candidates else None
         first = earliest.place if earliest is not None else None
@@ -239,6 +254,7 @@ class _Comparing:
             classified=earliest_account.classification if earliest_account is not None else None,
             dumped=first is not None and any(line.boundary == first.boundary and line.rows for line in self.dump_lines),
             controlled=self.control is not None,
+            large_floors=large,
         )
         classified = classification(facts)
         return DiffResult(

@@ -18,7 +18,7 @@ from tracer.read.dumped import DumpedBoundary, DumpedWeight, Dumps
 from tracer.read.findings import DumpLine
 from tracer.read.pairing import TokenMatch
 
-__all__ = ["dump_lines", "dump_ulps", "weight_lines"]
+__all__ = ["dump_kinds", "dump_lines", "dump_ulps", "weight_lines"]
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
@@ -207,7 +207,31 @@ def dump_ulps(a: DumpedBoundary, b: DumpedBoundary, tokens: TokenMatch) -> Mappi
             ulps = np.where(
                 same, 0.0, np.where(finite, np.abs(ulps_between(np.where(finite, y, 1.0), np.where(finite, x, 1.0), dtype)), np.inf)
             )
-        tokens_N = a.token_R[lines_a[part]].tolist()
-        experts_N = [-1] * len(tokens_N) if a.expert_R is None else a.expert_R[lines_a[part]].tolist()
-        found |= dict(zip(zip(tokens_N, experts_N, strict=True), ulps.max(axis=1, initial=0.0).tolist(), strict=True))
+        found |= dict(zip(_row_names(a, lines_a[part]), ulps.max(axis=1, initial=0.0).tolist(), strict=True))
     return found
+
+
+def dump_kinds(a: DumpedBoundary, b: DumpedBoundary, tokens: TokenMatch) -> Mapping[tuple[int, int], bool]:
+    """(token of A, expert or -1) -> whether NaN, +inf and -inf stand at the same places of the row on both sides; NaN payloads
+    are one kind. Nothing where the values cannot be told."""
+    lines_a, lines_b = matching(a, b, tokens)
+    if a.width != b.width:
+        return {}
+    found: dict[tuple[int, int], bool] = {}
+    step = max(1, _CHUNK_VALUES // max(a.width, 1))
+    for start in range(0, len(lines_a), step):
+        part = slice(start, start + step)
+        try:
+            x, y = _values(a, lines_a[part]), _values(b, lines_b[part])
+        except ValueError:  # packed
+            return {}
+        same = np.isfinite(x) & np.isfinite(y) | (np.isnan(x) & np.isnan(y)) | (np.isinf(x) & (x == y))
+        found |= dict(zip(_row_names(a, lines_a[part]), same.all(axis=1).tolist(), strict=True))
+    return found
+
+
+def _row_names(a: DumpedBoundary, lines: I64) -> list[tuple[int, int]]:
+    """(token, expert or -1) of some lines."""
+    tokens = a.token_R[lines].tolist()
+    experts = [-1] * len(tokens) if a.expert_R is None else a.expert_R[lines].tolist()
+    return list(zip(tokens, experts, strict=True))

@@ -140,6 +140,7 @@ class EvidenceGatherer:
             fades=fades,
             faded=bool(fades) and self._faded(fades),
             reduced=_reduced_products(scene.a, self.material.b) if info.weights or info.mixes_tokens else "",
+            nonfinite=bool(judged.comparison.holds_nonfinite(judged.above).any()),
             unseen=unseen,
             earlier=outcomes,
         )
@@ -167,7 +168,7 @@ class EvidenceGatherer:
         readers = [graph.boundaries[at].name for at in graph.readers()[graph.index[name]]]
         for reader in readers:
             found = self.scene.judged.get(reader)
-            if found is None or found.comparison.method is Method.NONE or not len(found.comparison):
+            if found is None or found.comparison.method is Method.NONE or not len(found.comparison) or len(found.undecided):
                 return ()
             if found.above_D.any() and (found.distance is None or not (found.distance.largest or np.inf) <= ROUNDINGS * _rounding(found)):
                 return ()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -18,16 +19,26 @@ import numpy as np
 import numpy.typing as npt
 
 from tracer.errors import Code, UsageError
-from tracer.format.schema import Boundary
+from tracer.format.schema import Boundary, RowScope
 from tracer.read.compare import SKETCH_RESOLUTION, Comparison, Method, compare_boundary
+from tracer.read.conditions import differing_conditions, leads
 from tracer.read.findings import Kind
 from tracer.read.logical import LogicalTrace
 from tracer.read.pairing import pair_sides
+from tracer.read.settings import differing_numbers
+from tracer.read.wording import count, row_text, token_name
 
-__all__ = ["SELF", "Floors", "Tolerance", "measure_floors", "parse_tolerance"]
+__all__ = ["LARGE_FLOOR", "SELF", "Floors", "Tolerance", "large_floors", "measure_floors", "parse_tolerance"]
 
 SELF = "self"
 """``floor="self"``: each side's own siblings and repeats are its floor."""
+
+LARGE_FLOOR = 0.1
+"""A floor beyond this share of a row is of the order of what is measured: it hides real errors, and is named."""
+
+_MOST_ULPS = 4
+"""A nudge of the embedding by more is no rounding."""
+_NUDGE = re.compile(r"perturb_ulps=(\d+)")
 
 
 class Tolerance(msgspec.Struct, frozen=True):
@@ -67,15 +78,20 @@ def parse_tolerance(text: str) -> Tolerance:
     """
     numbers: dict[str, float] = {}
     for part in text.split(","):
-        name, sign, value = part.strip().rpartition("=")
+        name, sign, value = (piece.strip() for piece in part.rpartition("="))
         try:
-            numbers[name.strip()] = float(value)
+            number = float(value)
         except ValueError:
             sign = ""
-        if not sign or not name.strip():
+        if not sign or not name:
             raise UsageError(
-                Code.BAD_ARGUMENT, "unreadable tolerance", expected="relative=NUMBER, or BOUNDARY=NUMBER, separated by commas", found=part
-            )
+                Code.BAD_ARGUMENT, "unreadable tolerance", expected="relative=NUMBER, or BOUNDARY=NUMBER, separated by commas",
+                found=part or "nothing",
+            )  # fmt: skip
+        if name in numbers:
+            expected, found = "each name once", f"{name} twice, in {text}"
+            raise UsageError(Code.BAD_ARGUMENT, "a tolerance is given twice", where=name, expected=expected, found=found)
+        numbers[name] = number
     relative, ulps = numbers.pop("relative", 0.0), numbers.pop("ulps", 0.0)
     if ulps != int(ulps):
         raise UsageError(Code.BAD_ARGUMENT, "a tolerance in ulps must be a whole number", found=str(ulps))
@@ -93,6 +109,8 @@ class Floors:
     row_ulps: Callable[[str], Mapping[tuple[int, int], float]] = lambda boundary: {}
     measured: bool = False
     own: bool = False
+    row_kinds: Callable[[str], Mapping[tuple[int, int], bool]] = lambda boundary: {}
+    """Of a boundary, (token of A, expert or -1) -> whether a dumped row has NaN, +inf and -inf at the same places on both sides."""
 
     @property
     def given(self) -> bool:
@@ -114,8 +132,8 @@ class Floors:
 
     def above(self, comparison: Comparison) -> npt.NDArray[np.bool_]:
         """Which differing pairs are above floor and tolerance, bool (D,). Inputs always are, and so are rows with
-        another number of non-finite values or of choices, or an undefined distance; other choices are, unless the floor pairs
-        differ there too."""
+        another number of non-finite values or of choices, or an undefined distance, or of which dumps show another non-finite
+        value at a place; other choices are, unless the floor pairs differ there too."""
         name, count = comparison.name, len(comparison.differing)
         if not count or not self.given or name.startswith("input.") or comparison.method is Method.CHOICES:
             return np.ones(count, np.bool_)
@@ -126,16 +144,31 @@ class Floors:
         if limit > 0:
             above = ~(comparison.distance_D <= limit) | comparison.nonfinite_differs_D
         if self.tolerance is not None and self.tolerance.ulps and comparison.values is None and above.any():
-            above &= ~self._within_ulps(comparison, self.tolerance.ulps)
+            ulps = comparison.of_rows(comparison.differing, self.row_ulps(name), math.inf)
+            above &= ~(np.array(ulps) <= self.tolerance.ulps)
+        held = np.flatnonzero(~above & comparison.holds_nonfinite(comparison.differing))
+        if len(held):
+            above[held] = ~np.array(comparison.of_rows(comparison.differing[held], self.row_kinds(name), True))
         return above
 
-    def _within_ulps(self, comparison: Comparison, most: int) -> npt.NDArray[np.bool_]:
-        """Which differing pairs were dumped and are off by no more ulps than that."""
-        known = self.row_ulps(comparison.name)
-        token_D = comparison.token_R[comparison.differing].tolist()
-        expert_R = comparison.a.expert_R
-        expert_D = [-1] * len(token_D) if expert_R is None else expert_R[comparison.sides(comparison.differing)[0]].tolist()
-        return np.array([known.get(row, math.inf) <= most for row in zip(token_D, expert_D, strict=True)], np.bool_)
+    def unproven(self, comparison: Comparison, above_D: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+        """Pairs that floor or tolerance would let pass, but for their non-finite values: a fingerprint keeps how many there are,
+        not which. Dumps that show the same kinds at the same places prove them. Indices into the matched rows."""
+        if not self.given or comparison.method in (Method.NONE, Method.CHOICES) or comparison.values is not None:
+            return np.zeros(0, np.int64)
+        pairs = comparison.differing[~above_D]
+        if comparison.method is Method.SKETCH:  # without digests, rows that do not differ are no more than close either
+            pairs = np.setdiff1d(np.arange(len(comparison)), comparison.differing[above_D])
+        pairs = pairs[comparison.holds_nonfinite(pairs)]
+        if not len(pairs):
+            return pairs
+        return pairs[~np.array(comparison.of_rows(pairs, self.row_kinds(comparison.name), False))]
+
+
+def large_floors(floors: Floors, catalogue: Iterable[Boundary]) -> list[tuple[str, float]]:
+    """Boundaries whose measured floor is beyond ``LARGE_FLOOR``, largest first. Choices, which have no distance, apart."""
+    found = [(info.name, floors.by_boundary.get(info.name, 0.0)) for info in catalogue if not info.discrete]
+    return sorted((entry for entry in found if entry[1] > LARGE_FLOOR), key=lambda entry: -entry[1])
 
 
 def check_names(tolerance: Tolerance, catalogue: Iterable[Boundary]) -> None:
@@ -175,7 +208,8 @@ def measure_floors(
     values of some rows.
 
     Raises ``UsageError`` (bad-argument): a tolerance in ulps without dumps, a floor trace of another side or for
-    both, one that is incomplete or shares no token with its side; ``own`` where neither side saw any row twice; a limit for a
+    both, one that is incomplete or shares no token with its side, one in another mode, with other numbers in its modules, other
+    non-finite values or an embedding nudged by more than a few ulps; ``own`` where neither side saw any row twice; a limit for a
     boundary that there is not.
     """
     if tolerance is not None:
@@ -213,6 +247,12 @@ def _own_noise(side: LogicalTrace) -> Iterable[tuple[str, float]]:
         if name not in side.noise and not (boundary.seen_R > 1).any():
             continue
         noise = side.noise.get(name, 0.0)
+        if math.isinf(noise):
+            raise UsageError(
+                Code.BAD_ARGUMENT, "siblings or repeats that hold non-finite values are no floor", where=f"{side.path}, {name}",
+                expected="finite values, or equal bits", found="rows with NaN or inf that differ between two sightings",
+                remedy="tracer siblings lists them; give another trace of a side with --floor-a or --floor-b",
+            )  # fmt: skip
         if math.isnan(noise):  # rows that keep no sketch: "another value" counts as 1, see Comparison.distance_D
             noise = 1.0 if boundary.load_statistics() is None else 0.0
         yield name, noise
@@ -238,6 +278,15 @@ def _pair_distances(side: LogicalTrace, trace: LogicalTrace) -> Iterable[tuple[s
                 Code.BAD_ARGUMENT, "a floor trace was not fed or routed as its side", where=f"{trace.path}, {name}",
                 expected=f"{name} as in {side.path}", found=comparison.reason or f"{len(comparison.differing)} other rows",
                 remedy="a floor differs from its side in what must not matter: record it again with the same inputs and top_k",
+            )  # fmt: skip
+        unlike = comparison.differing[comparison.nonfinite_differs_D]
+        if len(unlike):
+            request, position = token_name(side, int(comparison.token_R[unlike[0]]), int(boundary.info.rows is RowScope.NEXT))
+            raise UsageError(
+                Code.BAD_ARGUMENT, "a floor trace holds other non-finite values than its side", where=f"{trace.path}, {name}",
+                expected=f"NaN and inf in the rows where {side.path} has them",
+                found=f"another number of them in {count(len(unlike), 'row')}, first {row_text(request, position)}",
+                remedy="a distance from NaN or inf measures no noise: find out where they come from, then record the floor again",
             )  # fmt: skip
         distance = comparison.distance_D
         distance = distance[np.isfinite(distance)]
@@ -294,6 +343,28 @@ def _check_side(side: LogicalTrace, other: LogicalTrace, trace: LogicalTrace, op
             expected=f"{_program(side)} with the weights of {side.path}",
             found=_program(trace) + ("" if _same_weights(side, trace) else " with other weights"),
             remedy="a floor is the same program with the same map and weights, run again or in another layout",
+        )  # fmt: skip
+    modes = {name: values for name, values in differing_conditions(side, trace).items() if "compil" not in name}  # of a compiler: a kernel
+    other_mode = [lead.text for lead in leads(modes)]
+    if other_mode:
+        raise UsageError(
+            Code.BAD_ARGUMENT, f"{option} was not run as its side: in these words A is {side.path}, B the floor", where=trace.path,
+            expected="the same mode, dropout and quantization on both", found="; ".join(other_mode),
+            remedy="put the model of the floor run in the mode of its side (model.eval()), then record it again",
+        )  # fmt: skip
+    numbers = differing_numbers(side, trace)
+    if numbers:
+        raise UsageError(
+            Code.BAD_ARGUMENT, f"{option} was run with other numbers in its modules: in these words A is {side.path}, B the floor",
+            where=trace.path, expected="the same scalar settings (eps, scaling, window) on both",
+            found="; ".join(number.text() for number in numbers[:3]) + (", ..." if len(numbers) > 3 else ""),
+            remedy="a floor differs from its side in what must not matter: record it again with the settings of its side",
+        )  # fmt: skip
+    ulps = [int(found[1]) for manifest in trace.manifests for name in manifest.interventions if (found := _NUDGE.fullmatch(name))]
+    if max(ulps, default=0) > _MOST_ULPS:
+        raise UsageError(
+            Code.BAD_ARGUMENT, f"{option} was nudged too far to show what rounding does", where=trace.path,
+            expected=f"perturb_ulps of 1 to {_MOST_ULPS}", found=f"perturb_ulps={max(ulps)}", remedy="record it again with perturb_ulps=1",
         )  # fmt: skip
 
 

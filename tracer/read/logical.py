@@ -132,7 +132,8 @@ class LogicalTrace:
         ``name#2`` ... ``not_computed``: reason -> boundary name -> sorted token keys declared never computed; the empty name
         stands for all boundaries except those of ``RowScope.NEXT``, which are listed by name. ``findings``: what is wrong with
         the side by itself. ``noise``: siblings and repeats that disagree, per boundary: the largest distance between two
-        sightings of one row (what ``--floor self`` takes), NaN where it is undefined. ``load_weight_rows``: fingerprints of
+        sightings of one row (what ``--floor self`` takes), NaN where it is undefined, infinite where they hold non-finite
+        values. ``load_weight_rows``: fingerprints of
         every row of a weight, None unless recorded with ``weights="rows"``. ``load_forwards``: the forward in which each token was
     first computed, int64 (K,); None where nobody knows."""
 

@@ -6,7 +6,7 @@ Shape suffixes: R matched rows, D differing rows among them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from tracer.read.findings import BoundaryOutcome, BoundaryResult, Distance, Find
 from tracer.read.floor import Floors
 from tracer.read.logical import LogicalTrace
 from tracer.read.pairing import Pairing
-from tracer.read.wording import short, token_name, token_profile
+from tracer.read.wording import count, short, token_name, token_profile
 
 __all__ = ["Judged", "cells_of", "compare_all", "judge", "result_of"]
 
@@ -48,6 +48,10 @@ class Judged:
     nonfinite_b: int = 0
     choice: ChoiceReport | None = None
     findings: tuple[Finding, ...] = ()
+    undecided: I64 = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Pairs that are neither equal nor within the floor nor proven to differ, as indices into the matched rows."""
+    unknown: int = 0
+    """How many of these differ in tokens whose inputs are not known to be the same."""
 
     @property
     def name(self) -> str:
@@ -79,22 +83,32 @@ def judge(
     floors: Floors,
     scores: Comparison | None = None,
     dumped_scores: tuple[DumpedBoundary, DumpedBoundary] | None = None,
+    unknown_K: Bools | None = None,
 ) -> Judged:
     """Measure the rows that differ and hold them against the floor. ``scores``: of a choice, what it was chosen by;
-    ``dumped_scores``: the raw values of these on both sides."""
+    ``dumped_scores``: the raw values of these on both sides. ``unknown_K``: tokens of A whose inputs are not known to be those of
+    their partners, so that no difference in them proves anything."""
     if comparison.method is Method.NONE:
         return Judged(comparison, np.zeros(0, np.bool_), BoundaryOutcome.INCOMPARABLE, settled=False, text=comparison.reason)
     above_D = floors.above(comparison)
-    judged = Judged(comparison, above_D, BoundaryOutcome.IDENTICAL)
+    unproven = floors.unproven(comparison, above_D)
+    judged = Judged(comparison, above_D, BoundaryOutcome.IDENTICAL, undecided=unproven)
+    if unknown_K is not None and comparison.method is not Method.CHOICES:
+        unknown_D = unknown_K[comparison.token_R[comparison.differing]]
+        above_D = above_D & ~unknown_D
+        undecided = np.union1d(unproven, comparison.differing[unknown_D])
+        judged = replace(judged, above_D=above_D, undecided=undecided, unknown=int(unknown_D.sum()))
     if len(comparison.differing):
         outcome = BoundaryOutcome.DIFFERS if above_D.any() else BoundaryOutcome.WITHIN_FLOOR
-        judged = replace(judged, outcome=outcome, distance=_distance(comparison, above_D), text=_what_differs(comparison, above_D))
+        judged = replace(judged, outcome=outcome, distance=_distance(comparison, above_D), text=_what_differs(comparison, above_D, floors))
         if comparison.a.info.discrete or comparison.b.info.discrete:
             judged = replace(judged, choice=describe_choices(comparison, scores, dumped_scores))
     if comparison.method is Method.SKETCH:
         judged = _dtype(judged, floors) if comparison.dtype_differs else _partial(judged, floors)
     elif comparison.method is Method.PARTS:
         judged = replace(judged, text="; ".join(text for text in (comparison.reason, judged.text) if text))
+    if len(judged.undecided):
+        judged = _undecided(judged, unproven)
     nonfinite_a, nonfinite_b = _nonfinite(comparison)
     if nonfinite_a != nonfinite_b:
         said = f"{nonfinite_a} non-finite values on A, {nonfinite_b} on B"
@@ -103,6 +117,26 @@ def judge(
         scores.release()
     comparison.release()
     return replace(judged, nonfinite_a=nonfinite_a, nonfinite_b=nonfinite_b)
+
+
+def _undecided(judged: Judged, unproven: I64) -> Judged:
+    """A boundary with rows of which nothing is proven. ``unproven``: those that hold non-finite values."""
+    comparison, findings, texts = judged.comparison, judged.findings, [judged.text]
+    if len(unproven):
+        text = (
+            f"{count(len(unproven), 'row')} with non-finite values would be within what was given, but a fingerprint keeps only how many "
+            "there are: not whether NaN, inf and -inf stand at the same places"
+        )
+        finding = Finding(
+            code=FindingCode.NONFINITE_UNPROVEN, kind=Kind.ABSENCE, boundary=judged.name, rows=len(unproven), text=text,
+            remedy=f'record both sides again with dump=["{comparison.name}"]: the values show it',
+        )  # fmt: skip
+        findings = (*findings, finding)
+        texts.append(text)
+    if judged.unknown:
+        texts.append(f"inputs not known in {count(judged.unknown, 'row')}")
+    outcome = judged.outcome if judged.above_D.any() else BoundaryOutcome.INCOMPARABLE
+    return replace(judged, outcome=outcome, settled=False, findings=findings, text="; ".join(text for text in texts if text))
 
 
 def _distance(comparison: Comparison, above_D: Bools) -> Distance | None:
@@ -129,7 +163,7 @@ def _nonfinite(comparison: Comparison) -> tuple[int, int]:
     return int(counted_a.sum(dtype=np.int64)), int(counted_b.sum(dtype=np.int64))
 
 
-def _what_differs(comparison: Comparison, above_D: Bools) -> str:
+def _what_differs(comparison: Comparison, above_D: Bools, floors: Floors) -> str:
     """Integers themselves, or what a digest says that a sketch does not show."""
     chosen = np.flatnonzero(above_D) if above_D.any() else np.arange(len(comparison.differing))
     if comparison.values is not None:
@@ -141,11 +175,17 @@ def _what_differs(comparison: Comparison, above_D: Bools) -> str:
         return ""
     a, b = comparison.statistics
     rows_a, rows_b = comparison.sides(comparison.differing[chosen])
+    pairs = comparison.differing[chosen]
     nonfinite = a.nonfinite_R[rows_a] > 0
     same = (a.sum_squares_R[rows_a] == b.sum_squares_R[rows_b]) & (a.abs_max_R[rows_a] == b.abs_max_R[rows_b])
     text = "below the sketch's resolution"
     if same.all() and nonfinite.all():
-        return f"{text}: NaN bits only (only the bits of non-finite values differ)"
+        kinds = set(comparison.of_rows(pairs, floors.row_kinds(comparison.name), None))
+        if kinds == {True}:
+            return f"{text}: NaN bits only (dumps: NaN, inf and -inf stand at the same places)"
+        if False in kinds:
+            return f"{text}: other non-finite values (dumps: NaN, inf and -inf stand at other places)"
+        return f"{text}: only non-finite values differ: NaN bits only, or NaN, inf and -inf in each other's place"
     if same.all() and not nonfinite.any():
         exact = comparison.a.width <= _EXACT_COLUMNS and comparison.a.dtype in _EXACT_DTYPES
         return f"{text}: sign of zero" + ("" if exact else ", or a change smaller than the sketch can show")
@@ -238,6 +278,7 @@ def cells_of(judged: Judged, tokens: int) -> Cells | None:
     seen_K = np.zeros(tokens, np.bool_)
     seen_K[comparison.token_R] = True
     seen_K[comparison.a.token_R[comparison.only_a]] = False
+    seen_K[comparison.token_R[judged.undecided]] = False
     compared_K: Bools | None = None if seen_K.all() else seen_K
     differs_K: Bools | None = None
     if judged.above_D.any():
@@ -246,7 +287,7 @@ def cells_of(judged: Judged, tokens: int) -> Cells | None:
     if comparison.method is Method.SKETCH and not comparison.dtype_differs:
         # what rounding may explain is not known to be equal
         return None if differs_K is None else Cells(differs_K, differs_K)
-    within = comparison.differing[~judged.above_D]
+    within = np.setdiff1d(comparison.differing[~judged.above_D], judged.undecided)
     within_K: Bools | None = None
     if len(within):
         within_K = np.zeros(tokens, np.bool_)

@@ -84,6 +84,11 @@ class Pairing:
     fed_b: Mask
     by_label: int = 0
     """Tokens matched by sequence name and position because one side does not know the ids."""
+    assumed_K: Mask | None = None
+    """(K_A,) matched tokens that nothing but labels of the host's own pairs: ids, or what came before, are unknown, and no
+    user named the request. None where there are none."""
+    asserted: int = 0
+    """Tokens of the same kind whose requests the user named on both sides: taken to be fed the same."""
 
     @property
     def matched(self) -> int:
@@ -109,7 +114,7 @@ def pair_sides(a: LogicalTrace, b: LogicalTrace) -> Pairing:
             open_b[parting.behind_b] = False
     tokens = TokenMatch(b_of_a, a_of_b, bool(identity))
     only_a, only_b = np.flatnonzero(open_a), np.flatnonzero(open_b)
-    return Pairing(tokens, partings, only_a, only_b, declared_a, declared_b, fed_a, fed_b, by_label)
+    return Pairing(tokens, partings, only_a, only_b, declared_a, declared_b, fed_a, fed_b, by_label, *_assumed(a, b, b_of_a))
 
 
 def mask_unseen(a: LogicalTrace, b: LogicalTrace, pairing: Pairing) -> str:
@@ -182,6 +187,20 @@ def _match_labelled(a: LogicalTrace, b: LogicalTrace, b_of_a: I64) -> int:
         free_b[tb[unmatched]] = False
         found += int(np.count_nonzero(unmatched))
     return found
+
+
+def _assumed(a: LogicalTrace, b: LogicalTrace, b_of_a: I64) -> tuple[Mask | None, int]:
+    """Which matched tokens of A rest on labels that no user gave (``f0.r0.d0`` says where a row stood, not what it was fed), and
+    how many on names that one did."""
+    if not (a.tokens.labelled_K.any() or b.tokens.labelled_K.any()):
+        return None, 0
+    token_a = np.flatnonzero(b_of_a >= 0)
+    token_a = token_a[a.tokens.labelled_K[token_a] | b.tokens.labelled_K[b_of_a[token_a]]]
+    named = [np.array([bool(sequence.request) for sequence in trace.sequences], np.bool_) for trace in (a, b)]
+    told = named[0][a.tokens.sequence_K[token_a]] & named[1][b.tokens.sequence_K[b_of_a[token_a]]]
+    assumed_K = np.zeros(len(a.tokens), np.bool_)
+    assumed_K[token_a[~told]] = True
+    return assumed_K if assumed_K.any() else None, int(np.count_nonzero(told))
 
 
 def _unique_names(sequences: Sequence[LogicalSequence]) -> dict[str, int]:

@@ -246,7 +246,8 @@ def _matched_lines(again: Track, first: Track) -> tuple[I64, I64]:
 def check_seen_again(
     scene: Scene, info: Boundary, join: Join, digests: Iterable[U64], load: Callable[[], Statistics | None]
 ) -> tuple[list[Finding], float | None]:
-    """Repeats and siblings that are not bitwise equal, and the largest distance: NaN if undefined, None if all agree.
+    """Repeats and siblings that are not bitwise equal, and the largest distance: NaN if undefined, None if all agree, infinite
+    where they hold non-finite values, of which no distance speaks.
 
     ``digests``: of every sighting, one array or one per coordinate of partial sums. ``load``: statistics of every sighting.
     """
@@ -260,20 +261,21 @@ def check_seen_again(
     wrong = np.flatnonzero(wrong_A)
     statistics = load()
     if statistics is None:
-        distance_D = np.full(len(wrong), np.nan)
+        distance_D, unlike = np.full(len(wrong), np.nan), False
     else:
         x, y = (
             Statistics(statistics.sketch_R16[at], statistics.sum_squares_R[at], statistics.abs_max_R[at], statistics.nonfinite_R[at])
             for at in (join.first_A[wrong], join.again_A[wrong])
         )
         distance_D = row_distance(x, y)
+        unlike = bool(((x.nonfinite_R > 0) | (y.nonfinite_R > 0)).any())
     findings = []
     for code, same_place in ((FindingCode.REPEATS_DISAGREE, True), (FindingCode.SIBLINGS_DISAGREE, False)):
         kind = join.same_place_A[wrong] == same_place
         if kind.any():
             findings.append(_seen_again(scene, info, join, code, wrong[kind], distance_D[kind]))
     known = distance_D[np.isfinite(distance_D)]
-    return findings, float(known.max()) if len(known) else math.nan
+    return findings, math.inf if unlike else float(known.max()) if len(known) else math.nan
 
 
 def _seen_again(scene: Scene, info: Boundary, join: Join, code: FindingCode, wrong: I64, distance_D: F64) -> Finding:

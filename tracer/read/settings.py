@@ -14,9 +14,12 @@ from typing import Any
 from tracer.format.schema import Boundary
 from tracer.read.logical import LogicalTrace
 
-__all__ = ["SettingDifference", "settings_at"]
+__all__ = ["SettingDifference", "differing_numbers", "settings_at"]
 
 _NONE = "none"
+
+_LAYOUT = re.compile(r"chunk|block|tile|split|thread|rank|world|partition|_id$|_idx$|drop|seed", re.IGNORECASE)
+"""Attributes that say how a result is computed, or what never counts in a run without gradients."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,50 @@ def settings_at(a: LogicalTrace, b: LogicalTrace, info: Boundary) -> tuple[Setti
                 found.append(SettingDifference(name, value_a, value_b, _is_number(value_a) and _is_number(value_b)))
                 break
     return tuple(found)
+
+
+def differing_numbers(a: LogicalTrace, b: LogicalTrace) -> tuple[SettingDifference, ...]:
+    """Numbers of modules that differ anywhere between two traces of one host: scaling, eps, window. Switches, names of
+    implementations and what only lays a computation out are no numbers of the model; whole numbers count on one mesh only, for
+    processes hold parts of sizes."""
+    attributes_a, attributes_b = _attributes(a), _attributes(b)
+    if a.manifest.host != b.manifest.host or attributes_a == attributes_b:
+        return ()
+    whole = _mesh(a) == _mesh(b)
+    paths = [{pattern.rpartition(".")[0] for pattern in held} for held in (attributes_a, attributes_b)]
+    found = []
+    for pattern in sorted(attributes_a.keys() | attributes_b.keys()):
+        held_a, held_b = attributes_a.get(pattern), attributes_b.get(pattern)
+        path, _, attribute = pattern.rpartition(".")
+        if held_a == held_b or _LAYOUT.search(attribute) or not all(path in held for held in paths):
+            continue
+        listed = [text for held in (held_a, held_b) if isinstance(held, dict) for text in held.get("by_index", {}).values()]
+        places = [index for text in listed for index in str(text).split()]
+        for index in dict.fromkeys(places or [""]):
+            texts = _value_at(held_a, index), _value_at(held_b, index)
+            numbers = [_number(text) for text in texts]
+            if texts[0] == texts[1] or numbers[0] == numbers[1] or not (whole or all(map(_written_as_float, texts))):
+                continue
+            name = _filled(path, tuple(index.split(".")) if index else ()) + f".{attribute}"
+            found.append(SettingDifference(name, *texts, True))
+            break
+    return tuple(found)
+
+
+def _mesh(trace: LogicalTrace) -> tuple[object, ...]:
+    return trace.manifest.world_size, {(axis.name, axis.size) for manifest in trace.manifests for axis in manifest.mesh}
+
+
+def _number(text: str) -> float | None:
+    """The number that a text writes, None for anything else."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _written_as_float(text: str) -> bool:
+    return _number(text) is not None and not text.lstrip("-").isdigit()
 
 
 def _attributes(trace: LogicalTrace) -> Mapping[str, Any]:

@@ -54,7 +54,7 @@ def check_siblings(trace: TraceLike, *, progress: Progress | None = None) -> Sib
                 rows=len(boundary),
                 seen_again=int(np.count_nonzero(boundary.seen_R > 1)),
                 agree=noise is None,
-                largest=None if noise is None or math.isnan(noise) else noise,
+                largest=noise if noise is not None and math.isfinite(noise) else None,
             )
         )
     again = sum(line.seen_again for line in lines)

@@ -27,8 +27,9 @@ from tracer.read.findings import (
 from tracer.read.floor import Floors
 from tracer.read.logical import LogicalTrace
 from tracer.read.pairing import Pairing, mask_unseen
+from tracer.read.settings import SettingDifference, differing_numbers
 from tracer.read.weight_diff import WeightComparison
-from tracer.read.wording import count, place_text, row_text
+from tracer.read.wording import count, place_text, row_text, short
 
 __all__ = ["NOISE", "Facts", "headline", "names_text", "noise_line"]
 
@@ -72,6 +73,8 @@ class Facts:
     classified: Classification | None = None
     dumped: bool = False
     controlled: bool = False
+    large_floors: Sequence[tuple[str, float]] = ()
+    """Boundaries whose floor hides real errors, largest first."""
 
     @property
     def root(self) -> Root | None:
@@ -94,6 +97,8 @@ class Facts:
 def headline(facts: Facts) -> str:
     """The line a tired person reads."""
     line = _line(facts)
+    if facts.large_floors:
+        line += f"; the floor is {short(facts.large_floors[0][1])} at {facts.large_floors[0][0]}, of the order of the values themselves"
     interventions = [finding for finding in facts.findings if finding.code is FindingCode.INTERVENTION]
     return f"{line} [under INTERVENTION]" if interventions and "INTERVENTION" not in line else line
 
@@ -166,11 +171,16 @@ def names_text(names: Sequence[str]) -> str:
     return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")
 
 
+def numbers_text(numbers: Sequence[SettingDifference]) -> str:
+    """``scaling of model.layers.1.self_attn: A 0.25, B 0.325 and 2 more``."""
+    return numbers[0].text() + (f" and {len(numbers) - 1} more" if len(numbers) > 1 else "")
+
+
 def _earlier_parts(facts: Facts) -> list[str]:
     """What is known about everything before the first divergence."""
     earlier = facts.earlier()
     gone = [result for result in earlier if result.outcome in (BoundaryOutcome.MISSING, BoundaryOutcome.INCOMPARABLE)]
-    compared = [result for result in earlier if result.rows_compared]
+    compared = [result for result in earlier if result.rows_compared and result.outcome is not BoundaryOutcome.INCOMPARABLE]
     parts = []
     if gone:
         what = "missing" if gone[0].outcome is BoundaryOutcome.MISSING else "incomparable"
@@ -195,6 +205,8 @@ def _inputs_and_weights(facts: Facts) -> list[str]:
     weights = facts.weights
     said = ["inputs identical"] if equal_inputs else [] if inputs else ["inputs not recorded"]
     unseen = [text] if equal_inputs and (text := mask_unseen(facts.a, facts.b, facts.pairing)) else []
+    if facts.pairing.asserted:
+        unseen.append(f"what {count(facts.pairing.asserted, 'token')} were fed is taken from the names of their requests")
     if facts.weight:
         return said + unseen
     earlier = [weight for weight in weights.differing if weight.at - 0.5 <= facts.order]
@@ -238,11 +250,14 @@ def _same_line(facts: Facts) -> str:
     boundaries = [result for result in facts.results if result.rows_compared]
     within = [result for result in boundaries if result.outcome is BoundaryOutcome.WITHIN_FLOOR]
     by_sketch = [result for result in boundaries if result.outcome is BoundaryOutcome.BY_SKETCH]
-    notes = [*_same_run(facts), *_changed_weights(facts), *declared_notes(facts)]
+    unseen = [] if facts.weights.compared or facts.weights.unknown or facts.weights.missing else ["weights not compared"]
+    notes = [*_same_run(facts), *unseen, *_changed_weights(facts), *declared_notes(facts)]
     line = f"Same on {matched} of {count(total, 'row')}" if matched < total else f"Same: {count(matched, 'row')}"
     line += f" at {count(len(boundaries), 'boundary')}"
     if within and facts.first_bitwise is not None:
         line += f", within the given {'floor' if facts.floors.measured else 'tolerance'} from {within[0].name} on"
+        numbers = differing_numbers(facts.a, facts.b)
+        notes = [f"not the same numbers: {numbers_text(numbers)}", *notes] if numbers else notes
     elif not by_sketch:
         line += ", all identical"
     if by_sketch:
