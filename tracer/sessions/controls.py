@@ -195,7 +195,8 @@ def _check_reach(source: str, key: str, command: str, names: Iterable[str]) -> N
             raise UsageError(
                 Code.CONTROLS_INVALID, f"the command sets {name} itself, so that another value does not arrive", where=f"{source}: {key}",
                 expected=f"a command that leaves {name} alone", found=redact_command(command),
-                remedy=f"take {name}= out of the command" + ("" if name == "TRACER_OUT" else f" and write it under environment: {{{name}: ...}}"),
+                remedy=f"take {name}= out of the command"
+                + ("" if name == "TRACER_OUT" else f" and write it under environment: {{{name}: ...}}"),
             )  # fmt: skip
 
 
