@@ -30,6 +30,7 @@ __all__ = ["LAST", "QUESTIONS", "Question", "decide_branch", "suspect_of"]
 
 _CLEARLY_SMALLER = 0.5
 _DEFINITION = {
+    RefitKind.FACTOR,
     RefitKind.LABELS,
     RefitKind.OWN_LOGITS,
     RefitKind.TEMPERATURE,
