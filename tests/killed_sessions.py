@@ -49,7 +49,8 @@ def _one_process(folder: Path, seen: Path) -> int:
             if moment == "before":
                 write_state(file, state)
 
-    bisection.write_state = archive.write_state = dying
+    for module in (archive, bisection):
+        vars(module)["write_state"] = dying
     try:
         Bisection(folder).run()
         os._exit(0)

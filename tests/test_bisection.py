@@ -119,6 +119,35 @@ def test_a_difference_that_heals_hides_no_later_one(tmp_path: Path) -> None:
     assert healed.outcome.value == "heals"
 
 
+def test_block_outputs_that_heal_are_not_halved_over(tmp_path: Path) -> None:
+    """The output of the first block differs, that of the second is equal again, the last one differs for a reason of its own: halving
+    would look at the middle, go right and miss the first; the session finds it and names the last as another root."""
+    pair = build_pair(find_fault("none"))
+    for model, zero in ((pair.a, 0.0), (pair.b, -0.0)):
+        layer = model.model.layers[0]
+
+        def zeroed(*given: Any, _forward: Any = layer.forward, _zero: float = zero, **named: Any) -> torch.Tensor:
+            out: torch.Tensor = _forward(*given, **named).clone()
+            out[..., :8] = _zero  # -0.0 and 0.0 differ, and are the same to whatever adds or multiplies them
+            return out
+
+        layer.forward = zeroed
+    pair.b.model.layers[3].self_attn.scaling *= 1.05
+
+    def run(model: Any, **options: Any) -> None:
+        with torch.no_grad(), tracer.trace(model, **options):
+            model(**pair.inputs_a)
+
+    result = bisect_traces(
+        lambda **options: run(pair.a, **options), lambda **options: run(pair.b, **options), folder=tmp_path / "s"
+    )
+    outcomes = {found.name: found.outcome.value for found in result.boundaries}
+    assert [outcomes[f"layers.{layer}.residual"] for layer in range(4)] == ["heals", "identical", "identical", "differs"]
+    roots = [root.place.boundary for root in result.roots]
+    assert roots[0] == "layers.0.residual"
+    assert "layers.3.residual" in roots
+
+
 def test_commands_reach_the_same_answer(recorded: Path, tmp_path: Path) -> None:
     """A session of commands ends like the one in this process, and keeps command, status, time and logs of every run."""
     bisection = Bisection.start(tmp_path / "s", session_of(recorded))
@@ -165,16 +194,15 @@ def killed(folder: Path, most: int = 10_000) -> int:
 
 def test_a_killed_process_is_resumed(recorded: Path, tmp_path: Path) -> None:
     """SIGKILL while a command runs: its folder stays, its run is marked, and another process ends the session."""
-    folder, gate = tmp_path / "s", tmp_path / "gate"
-    command = replaying(recorded, "b", before=f"touch {gate}-reached; until [ -e {gate} ]; do sleep 0.05; done")
+    folder, hung = tmp_path / "s", tmp_path / "hung"
+    command = replaying(recorded, "b", before=f"if [ ! -e {hung} ]; then touch {hung}; while true; do sleep 0.05; done; fi")
     Bisection.start(folder, session_of(recorded, command_b=command))
     process = subprocess.Popen([sys.executable, "-m", "tracer", "bisect", "run", str(folder)], cwd=Path(tracer.__file__).parents[1])
     deadline = time.monotonic() + 60
-    while not gate.with_name("gate-reached").exists() and time.monotonic() < deadline:
+    while not hung.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    gate.touch()
     session = Bisection(folder)
     assert session.run().status is SessionStatus.DONE
     second = [run for run in session.archive if run.purpose == "coarse-b"]

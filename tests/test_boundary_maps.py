@@ -180,6 +180,19 @@ def test_projections_are_those_of_their_weights(family: str) -> None:
     assert checked >= {"attn.out"} | ({"lm_head"} if "lm_head.raw" not in leaves else {"lm_head.raw"})
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_residuals_add_up(family: str) -> None:
+    """Both residuals of every layer equal, bit for bit, the residual before plus what the map says was added."""
+    plan, leaves = plan_of(family), run_of(family).named
+    checked = 0
+    for boundary in plan.boundaries:
+        if boundary.name.endswith("residual"):
+            before, added = (leaves[name] for name in boundary.inputs)
+            assert torch.equal(leaves[boundary.name], before + added.view_as(before)), boundary.name
+            checked += 1
+    assert checked == 2 * tiny(family).config.num_hidden_layers
+
+
 def test_gemma2_caps_its_logits() -> None:
     """The raw logits are the projection alone, the logits are what the model returns."""
     leaves = run_of("gemma2").named

@@ -21,12 +21,13 @@ def test_the_map_marks_what_differs_and_its_root() -> None:
     result = diff_traces(Side().trace(), b.trace())
     chart = token_map_chart(result)
     assert chart is not None
-    unseen, cells, roots = chart.data
+    unseen, cells, hatched, roots = chart.data
     names = cells["y"]
     filled = {names[at] for at, line in enumerate(cells["z"]) if any(value is not None for value in line)}
     assert filled == {boundary.name for boundary in result.boundaries if boundary.rows_differing}
     assert (roots["x"], roots["y"]) == (["s0:5"], ["layers.2.attn.out"])
     assert unseen["z"][names.index("scorer.logprobs")][0] == 1
+    assert "scorer.logprobs" in hatched["y"]
     assert "One column per token" in chart.caption
 
 

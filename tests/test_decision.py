@@ -302,3 +302,16 @@ def test_a_copy_proves_nothing() -> None:
         copied = replace(batch, scores={name: batch.scores[name] for name in names})
         assert any("as a copy would be" in text for text in copied.compare().decision.not_proven)
     assert not any("copy" in text for text in make_batch(noise=0.0).compare().decision.not_proven)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_few_far_tokens_of_the_trainer_are_no_update(seed: int) -> None:
+    """Where three tokens are far off and all others agree, the answer is a discrete choice on the way, and what it may be else."""
+    batch = make_batch(seed=seed)
+    wrong = batch.scores["C0"].copy()
+    wrong[[1, 4, 9], [3, 30, 17]] -= [1.2, 1.6, 2.5]
+    both_c(batch, lambda scores: wrong)
+    decision = batch.compare().decision
+    assert (decision.branch, decision.side, decision.cause) == (Branch.SCORING, "C", None)
+    assert "moe.topk_ids" in decision.next_step
+    assert any("stale expert" in text for text in decision.not_proven)

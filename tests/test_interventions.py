@@ -184,7 +184,7 @@ def test_rows_the_other_side_never_computed_keep_their_own(tmp_path: Path) -> No
         model(IDS[:1])
     assert tracer.open_trace(t.path).manifest.interventions[0].endswith("(1 rows that the other side never computed keep their own)")
     record(tmp_path, "gap", dump=BLOCK_INPUTS, tokens=[0, 1, 3, 4, 5])
-    error = refused(model, SmallHost(model), tmp_path, feed=tmp_path / "gap", out=tmp_path / "c")
+    error = refused(model, SmallHost(model), tmp_path, IDS[:1], feed=tmp_path / "gap", out=tmp_path / "c")
     assert "later ones read them" in error.what
 
 

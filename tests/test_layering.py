@@ -51,7 +51,6 @@ ALLOWED_NAMES = {
         "tracer.hosts.sglang_scores",
         "collect_vllm",
         "tracer.hosts.vllm_scores",
-        "tracer.hosts.transformers_scores",
     }
 }
 """Module -> names that may speak of a framework: what the facade exports of a host, and where from."""

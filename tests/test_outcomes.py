@@ -7,7 +7,7 @@ import pytest
 
 from tests.sides import Side
 from tracer.read.compare import compare_boundary
-from tracer.read.findings import BoundaryOutcome, FindingCode, Kind
+from tracer.read.findings import BoundaryOutcome, FindingCode, Flip, Kind
 from tracer.read.floor import Floors, Tolerance
 from tracer.read.outcomes import Judged, cells_of, compare_all, judge, result_of
 from tracer.read.pairing import pair_sides
@@ -93,3 +93,15 @@ def test_cells_say_what_was_compared() -> None:
     assert part is not None
     assert part.compared_K is not None
     assert np.flatnonzero(~part.compared_K).tolist() == [3]
+
+
+def test_flips_are_listed_token_by_token() -> None:
+    """Of a choice that differs, the first tokens are named with what each side chose; of values that are no choice, none."""
+    name = "layers.1.moe.topk_ids"
+    a, b = Side(moe=True), Side(moe=True)
+    for side, ids in ((a, [2, 5]), (b, [2, 6])):
+        side.values[name].rows[side.at("s1:1")] = ids
+    found = result_of(judged(a, b, name=name), a.trace(), Floors(), root=False, healed_at="")
+    assert found.flips == (Flip(request="s1", position=1, a=(2, 5), b=(2, 6)),)
+    b.change(NAME, "s0:1")
+    assert result_of(judged(a, b), a.trace(), Floors(), root=False, healed_at="").flips == ()

@@ -26,6 +26,15 @@ def test_every_state_says_what_comes_next() -> None:
         assert word in text.splitlines()[-1]
 
 
+def test_what_the_sides_are_held_against_is_shown() -> None:
+    """Tolerance, floors and skipped boundaries stand above the steps."""
+    text = render_plain(view_session(some_session(tolerance="relative=1e-4", floor_b=("/f",), skipped=("layers.2.attn.core",)), "s"))
+    lines = [line.split(maxsplit=1) for line in text.splitlines() if line]
+    assert ["tolerance", "relative=1e-4"] in lines
+    assert ["skipped", "layers.2.attn.core"] in lines
+    assert "floor of B" in text
+
+
 def test_the_log_lists_every_run(tmp_path: Path) -> None:
     """Every run of the archive is a line with its command."""
     archive = Archive(tmp_path)

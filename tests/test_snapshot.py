@@ -91,6 +91,16 @@ def test_what_is_no_tensor_is_named(text: str, output: Any, what: str) -> None:
     assert (caught.value.code, caught.value.what, caught.value.where) == (Code.LEAF_NOT_TENSOR, what, text)
 
 
+def test_of_several_tensors_the_one_that_fits_the_layout_is_taken() -> None:
+    """A tuple that begins with a loss gives its logits, to read and to replace; where none fits, the first tensor is taken."""
+    loss, logits, other = torch.ones(()), torch.ones(1, 2, 3), torch.zeros(1, 2, 3)
+    paths = leaf_paths("output.logits|output[1]|output[0]")
+    assert pick_leaf(paths, (), {}, (loss, logits), dimensions=3) is logits
+    assert pick_leaf(paths, (), {}, (logits, loss), dimensions=3) is logits
+    assert pick_leaf(paths, (), {}, (loss,), dimensions=3) is loss
+    assert put_leaf(paths, (), {}, (logits, loss), other, dimensions=3)[2] == (other, loss)
+
+
 def test_nothing_to_add_is_no_error() -> None:
     """Where the caller allows it, a leaf that is None is None; a missing one is an error all the same."""
     assert pick_leaf(leaf_paths("output[1]"), (), {}, (X, None), none_is_fine=True) is None

@@ -10,9 +10,10 @@ import torch
 import transformers
 import yaml
 
+import tracer
 from tests.family_runs import HOST, run_of
 from tests.suggestion_scores import compare_traces, trace_suggested
-from tests.tiny_models import FAMILIES, make_config, make_model
+from tests.tiny_models import FAMILIES, make_config, make_ids, make_model
 from tracer.errors import Code, HostError, UsageError
 from tracer.hosts import suggest_map
 from tracer.hosts.transformers_suggest import small_model
@@ -50,6 +51,58 @@ def test_classes_without_a_map(name: str, level_2: set[str], missing: str, tmp_p
     names = {found.removeprefix("layers.{layer}.") for found in draft.found}
     assert names >= level_2 | {"embedding", "attn.out", "mlp.out", "residual", "final_norm", "lm_head", "scorer.logprobs"}
     assert any(text.startswith(missing) for text in draft.missing)
+
+
+_USUAL = {
+    "attn.norm": "input_layernorm", "attn.q": "self_attn.q_proj", "attn.k": "self_attn.k_proj", "attn.v": "self_attn.v_proj",
+    "attn.q_rope": "self_attn", "attn.k_rope": "self_attn", "attn.core": "self_attn.o_proj", "attn.out": "self_attn",
+    "attn.residual": "post_attention_layernorm", "mlp.norm": "post_attention_layernorm", "mlp.act": "mlp.down_proj", "mlp.out": "mlp",
+    "residual": "",
+}  # fmt: skip
+_MIXTURE = {"moe.topk_ids": "mlp.gate", "moe.topk_weights": "mlp.gate", "moe.routed_out": "mlp.experts", "moe.combine": "mlp"}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "places", "without"),
+    [
+        ("Nemotron", {"num_key_value_heads": 8, "head_dim": 128}, {"mlp.up": "mlp.up_proj"}, ""),
+        (
+            "HunYuanMoEV1",  # its norms of q and k come after rope
+            {"head_dim": 128, "num_experts": 8, "moe_topk": 2},
+            {**_MIXTURE, "moe.router_logits": "mlp.gate.wg", "moe.shared_out": "mlp.shared_mlp"},
+            "mlp.act mlp.out",
+        ),
+        (
+            "Exaone4",  # it norms behind its parts
+            {},
+            {
+                **{f"attn.{part}_norm": f"self_attn.{part}_norm" for part in "qk"},
+                **{f"{part}.post_norm": f"post_{name}_layernorm" for part, name in (("attn", "attention"), ("mlp", "feedforward"))},
+                "attn.residual": "mlp.gate_proj", "mlp.gate_up": "",
+            },
+            "attn.norm mlp.norm",
+        ),
+    ],
+)  # fmt: skip
+def test_nothing_is_bound_wrongly_in_classes_it_was_not_made_for(
+    name: str, settings: dict[str, Any], places: dict[str, str], without: str, tmp_path: Path
+) -> None:
+    """Drafts for classes that no rule was written for: every boundary inside layers is where the class has it, and the map serves
+    that class: a run by it records every boundary it binds."""
+    getattr(transformers, f"{name}Config")(**settings).to_json_file(tmp_path / "config.json")
+    model = small_model(tmp_path / "config.json")
+    path = suggest_map(model).save(tmp_path / "draft.yaml")
+    bindings = yaml.safe_load(path.read_text())["hosts"][HOST]["bindings"]
+    found = {
+        key.removeprefix("layers.{layer}."): binding.get("module", "model.layers.{layer}").removeprefix("model.layers.{layer}")[1:]
+        for key, binding in bindings.items()
+        if key.startswith("layers.")
+    }
+    assert found == {key: place for key, place in {**_USUAL, **places}.items() if key not in without.split()}
+    with torch.no_grad(), tracer.trace(model, map=path, out=tmp_path / "trace", level=2, strict=True):
+        model(input_ids=make_ids().clamp(max=200), use_cache=False)
+    boundaries = tracer.open_trace(tmp_path / "trace").boundaries
+    assert {len(boundary.token_R) for key, boundary in boundaries.items() if key != "scorer.logprobs"} == {24}
 
 
 def test_every_guess_has_its_evidence() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import tracer
 from tests.small_model import SmallHost, SmallModel, small_map
@@ -62,6 +63,7 @@ CALLS: dict[str, tuple[Callable[[], Any], Callable[[Any], dict[str, Any]]]] = {
     "with gradients": (torch.enable_grad, lambda model: {"input_ids": IDS}),
     "hidden states": (nullcontext, lambda model: {"input_ids": IDS, "output_hidden_states": True, "output_attentions": True}),
     "a tuple": (nullcontext, lambda model: {"input_ids": IDS, "return_dict": False}),
+    "a tuple with a loss": (nullcontext, lambda model: {"input_ids": IDS, "labels": IDS, "return_dict": False}),
     "labels": (nullcontext, lambda model: {"input_ids": IDS, "labels": IDS, "use_cache": False}),
     "last logits": (nullcontext, lambda model: {"input_ids": IDS, "logits_to_keep": 2}),
     "chosen logits": (nullcontext, lambda model: {"input_ids": IDS, "logits_to_keep": torch.tensor([1, 3])}),
@@ -193,6 +195,43 @@ def test_a_class_of_the_users_own_has_its_parents_map(model: Any, plain: Path, t
     record(mine, tmp_path / "trace", lambda: mine(IDS))
     assert manifest_of(tmp_path / "trace").map.root_class == "MyLlama"
     assert diff_traces(plain, tmp_path / "trace").exit == 0
+
+
+def _forward_patched(model: Any) -> None:
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: _scaled(forward(*args, **kwargs))
+
+
+def _scaled(output: Any) -> Any:
+    output.logits = output.logits * 1.5
+    return output
+
+
+class ScaledLogits(LlamaForCausalLM):  # type: ignore[no-untyped-call]
+    """A user's own class that scales what it returns."""
+
+    def forward(self, input_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        return _scaled(super().forward(input_ids, **kwargs))
+
+
+BEHIND_THE_PROJECTION: dict[str, Callable[[Any], Any]] = {
+    "a subclass": lambda model: setattr(model, "__class__", ScaledLogits),
+    "a patched forward": _forward_patched,
+    "a hook of the model": lambda model: model.register_forward_hook(lambda module, args, output: _scaled(output)),
+    "a hook of the projection": lambda model: model.lm_head.register_forward_hook(lambda module, args, output: output * 1.5),
+}
+
+
+@pytest.mark.parametrize("how", BEHIND_THE_PROJECTION)
+def test_what_happens_to_logits_behind_the_projection_is_seen(how: str, plain: Path, tmp_path: Path) -> None:
+    """Logits are those that the model returns, whoever changes them after the projection."""
+    changed = make_model("llama", num_hidden_layers=2)
+    BEHIND_THE_PROJECTION[how](changed)
+    record(changed, tmp_path / "changed", lambda: changed(IDS))
+    result = diff_traces(plain, tmp_path / "changed")
+    assert result.exit == 1
+    assert result.first is not None
+    assert result.first.boundary == "lm_head"
 
 
 def test_the_map_of_another_class_is_refused_before_anything_runs(tmp_path: Path) -> None:

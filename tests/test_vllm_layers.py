@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracer.hosts.vllm_layers import cut_evenly, experts_parallelism, heads_of, host_parameter, merged_spans
+from tracer.hosts.vllm_layers import as_in_checkpoint, cut_evenly, experts_parallelism, heads_of, host_parameter, merged_spans
+from tracer.record.host import HostParameter
 
 WHOLE = {"tp_rank": 0, "tp_size": 1}
 
@@ -108,3 +109,49 @@ def test_experts_are_cut_by_number_or_by_width(whole_experts: bool) -> None:
     assert gate_up.spans == ((((3, 4), (1, 2)), (), ()) if whole_experts else ((), ((2, 4), (6, 8)), ()))
     down = host_parameter("experts", "w2_weight", module, torch.zeros((local[0], 3, local[1] // 2)), False, "", experts)
     assert down.spans == ((((3, 4), (1, 2)), (), ()) if whole_experts else ((), (), ((2, 4),)))
+
+
+@given(keys=st.sampled_from([1, 2, 4]), size=st.sampled_from([1, 2]), pairs=st.integers(1, 3))
+def test_reordered_heads_are_counted_as_the_checkpoint_does(keys: int, size: int, pairs: int) -> None:
+    """Where loading put even rows of a head before odd ones, rows and columns of q and k say where they stood; v is as ever."""
+    queries, width = 4, 2 * pairs
+    wholes = [torch.arange(heads * width) for heads in (queries, keys, keys)]
+    whole = torch.cat([rows + 1000 * n for n, rows in enumerate(wholes)])
+    seen: set[int] = set()
+    for rank in range(size):
+        heads = heads_of(layer := packed(rank, size, queries, keys, width), paired=True)
+        held = [rows[start:stop] for rows, (_, (start, stop)) in zip(wholes, (heads.query, heads.key, heads.value), strict=True)]
+        q, k = (rows.view(-1, pairs, 2).transpose(1, 2).reshape(-1) for rows in held[:2])
+        rows = torch.cat([q, k + 1000, held[2] + 2000])
+        layer.weight = rows[:, None]
+        given = HostParameter("qkv_proj.weight", layer.weight, (len(whole), 1), (((0, 0),), ()), sizes=(1, 1, 1))
+        spans = as_in_checkpoint(given, heads).spans
+        places = [place for start, stop in spans[0] for place in range(start, stop)]
+        assert whole[places].tolist() == rows.tolist()
+        assert spans[1] == ()
+        seen.update(places)
+        columns = [column for start, stop in heads.placement("layers.0.attn.q_rope").spans for column in range(start, stop)]
+        assert wholes[0][columns].tolist() == q.tolist()
+        assert heads.placement("layers.0.attn.core").width == queries * width
+        assert heads.held("layers.0.attn.k") == len(k)
+    assert seen == set(range(len(whole)))
+    assert as_in_checkpoint(given, heads_of(layer)) is given
+
+
+class GptOssRoutedExperts(SimpleNamespace):
+    """What is read of such a layer."""
+
+
+def test_sinks_and_alternating_experts_know_their_part() -> None:
+    """Attention sinks are cut by heads; experts whose gate and up rows alternate are cut in one piece, their biases too."""
+    attention = SimpleNamespace(qkv_proj=packed(1, 2, 4, 4, 8))
+    sinks = host_parameter("attn", "sinks", attention, torch.zeros(2), False, "", WHOLE)
+    assert (sinks.shape, sinks.spans) == ((4,), (((2, 4),),))
+    experts = {"tp_rank": 1, "tp_size": 2}
+    sizes = {"global_num_experts": 4, "local_num_experts": 4, "hidden_size": 3, "intermediate_size_per_partition": 2}
+    module = GptOssRoutedExperts(**sizes, _expert_map=None)
+    weight = host_parameter("experts", "w13_weight", module, torch.zeros(4, 4, 3), False, "", experts)
+    bias = host_parameter("experts", "w13_bias", module, torch.zeros(4, 4), False, "", experts)
+    assert (weight.shape, weight.spans, weight.sizes) == ((4, 8, 3), ((), ((4, 8),), ()), ())
+    assert (bias.shape, bias.spans) == ((4, 8), ((), ((4, 8),)))
+    assert host_parameter("experts", "w2_bias", module, torch.zeros(4, 3), False, "", experts).shape == (4, 3)

@@ -127,7 +127,7 @@ def _become(link: socket.socket) -> int:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - as the client's is
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - as the client's is
     os.chdir(asked["folder"])
     os.environ.clear()
     os.environ.update(asked["environment"])

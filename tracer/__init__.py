@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tracer.format.score_records import ScoreRecord
     from tracer.hosts import suggest_map
     from tracer.hosts.sglang_scores import collect_sglang
-    from tracer.hosts.transformers_scores import collect_trainer
+    from tracer.hosts.trainer_scores import collect_trainer
     from tracer.hosts.vllm_driver import vllm_options
     from tracer.hosts.vllm_scores import collect_vllm
     from tracer.read.diff import diff_traces
@@ -60,7 +60,7 @@ _HOMES = {
     "TracerError": "tracer.errors",
     "bisect_traces": "tracer.sessions.bisection",
     "collect_sglang": "tracer.hosts.sglang_scores",
-    "collect_trainer": "tracer.hosts.transformers_scores",
+    "collect_trainer": "tracer.hosts.trainer_scores",
     "collect_vllm": "tracer.hosts.vllm_scores",
     "compare_scores": "tracer.scores.score_comparison",
     "diff_traces": "tracer.read.diff",

@@ -9,8 +9,9 @@ import pytest
 
 from tests.distributed.conftest import Runs
 from tracer import diff_traces, open_trace
+from tracer.read.dump_checks import check_dumps
 from tracer.read.dumped import read_dumps
-from tracer.read.findings import DiffResult, FindingCode
+from tracer.read.findings import DiffResult, FindingCode, Side
 
 pytestmark = pytest.mark.distributed
 
@@ -51,6 +52,20 @@ def test_a_plan_saves_whole_rows_of_cut_boundaries(runs: Runs, case: str) -> Non
     assert dumps.boundaries["layers.0.attn.core"].width == 64
     result = diff_traces(one, planned)
     assert not [finding for finding in result.findings if finding.code is FindingCode.NOT_REPRODUCIBLE]
+
+
+@pytest.mark.parametrize("case", REDUCED)
+def test_a_plan_saves_whole_rows_of_cut_weights(runs: Runs, case: str) -> None:
+    """Weights that processes hold by rows or by columns are saved as whole rows, which together have the digest of the whole weight."""
+    planned = trace_of(runs, case, "planned")
+    held = read_dumps(open_trace(planned)).weights
+    assert {(name, len(rows), rows.width) for name, rows in held.items()} == {
+        ("layers.0.attn.q.weight", 64, 64),
+        ("layers.0.attn.out.weight", 64, 64),
+    }
+    told = [finding.text for finding in check_dumps(read_dumps(open_trace(planned)), Side.A) if finding.code is FindingCode.NOTE]
+    assert len(told) == 2
+    assert all("together they have the digest recorded of the whole weight, and the whole weight that of run" in text for text in told)
 
 
 @pytest.mark.parametrize("case", REDUCED)

@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch._dynamo
 import torch.distributed as dist
@@ -44,7 +45,7 @@ import tracer.hosts.transformers
 from tests.ranks import run_world
 from tests.tiny_models import make_ids, make_model
 from tracer import TracerError, diff_traces, open_trace, trace
-from tracer.format.dumps import DumpPlan, write_plan
+from tracer.format.dumps import DumpPlan, PlanWeight, write_plan
 from tracer.read.dump_plans import make_dump_plan
 
 IMPORTED = (torch._dynamo, LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, tracer.hosts.transformers)
@@ -395,7 +396,9 @@ def evidence(family: str, layout: str, out: Path) -> None:
         a, b = open_trace(one), open_trace(f"{out}-free")
         found = make_dump_plan(a, b, diff_traces(a, b))
         assert isinstance(found, DumpPlan), found
-        write_plan(found, plan)
+        weights = [a.weights[f"layers.0.attn.{name}.weight"] for name in ("q", "out")]  # cut by rows, and by columns
+        asked = [PlanWeight(name=weight.name, rows=tuple(range(weight.rows)), whole_a="".join(weight.digest)) for weight in weights]
+        write_plan(msgspec.structs.replace(found, weights=tuple(asked)), plan)
     dist.barrier()
     run("planned", plan=plan)
     run("against", against=one)

@@ -3,9 +3,9 @@
 Keys of a layout: ``out``; ``gpt``: arguments of ``make_gpt``; ``weights``: of ``random_hf_weights``; ``load``: of ``load_hf``;
 ``trace``: of ``trace``; ``vocabulary``: of the host; ``data``: data-parallel ranks whose batches one process runs, one forward
 each; ``router_seed``: of noise on the routers; ``plan_of``: two traces beside ``out`` whose difference is the plan, ``plan_layer``:
-moved to that layer; ``refused``: entering raises, and the error is written to ``out.rankN``; options of ``trace`` that name other traces name those
-beside ``out``; ``wrap``: put Megatron's own wrapper around the model; ``train``: with gradients, and a backward pass; ``scores``: record
-log probabilities by hand, from the model's own ``loss`` or from the ``shard`` of the logits alone.
+moved to that layer; ``refused``: entering raises, and the error is written to ``out.rankN``; options of ``trace`` that name other
+traces name those beside ``out``; ``wrap``: put Megatron's own wrapper around the model; ``train``: with gradients, and a
+backward pass; ``scores``: record log probabilities by hand, from the model's own ``loss`` or from the ``shard`` of the logits alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from tests.ranks import run_world
 run_on_cpu()
 
 from tests.megatron.tiny_gpt import HIDDEN, batch, call, load_hf, make_gpt, random_hf_weights  # noqa: E402
-from tracer import TracerError, diff_traces, open_trace, trace  # noqa: E402
+from tracer import ScoreRecord, TracerError, collect_trainer, diff_traces, open_trace, trace, write_scores  # noqa: E402
+from tracer.errors import ScoreError  # noqa: E402
 from tracer.format.dumps import DumpPlan, write_plan  # noqa: E402
 from tracer.hosts.megatron import MegatronHost  # noqa: E402
 from tracer.read.dump_plans import make_dump_plan  # noqa: E402
@@ -45,6 +46,9 @@ def record(given: dict[str, Any]) -> None:
     host = MegatronHost(model, vocabulary=given["vocabulary"]) if "vocabulary" in given else None
     if given.get("wrap"):
         model = [wrapped(model)]
+    if "collect" in given:
+        collect(model, given)
+        return
     outer = model[0] if isinstance(model, list) else model
     outer.train(given.get("train", False))
     options = {"level": 2, **given.get("trace", {}), **others(given)}
@@ -68,6 +72,18 @@ def record(given: dict[str, Any]) -> None:
                 output = per_shard_loss(outer, batch(rank))
             for n in range(2 if "scores" in given else 0):
                 t.record("scorer.logprobs", -output[n, :-1], sequence=f"d{rank}p{n}")
+
+
+def collect(model: Any, given: dict[str, Any]) -> None:
+    """Scores of two requests of other lengths, written by the first process; the refusal under pipeline parallelism."""
+    records = [ScoreRecord(request=f"p{n}", ids=ids[: 12 - 3 * n].numpy(), prompt_length=4 + n) for n, ids in enumerate(batch())]
+    try:
+        scored = collect_trainer(model, records, logits=2, argmax=True, **given["collect"])
+    except ScoreError as error:
+        Path(f"{given['out']}-{dist.get_rank()}.txt").write_text(str(error))
+        return
+    if dist.get_rank() == 0:
+        write_scores(given["out"], scored)
 
 
 def others(given: dict[str, Any]) -> dict[str, Any]:

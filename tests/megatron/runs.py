@@ -39,6 +39,7 @@ ONE: dict[str, dict[str, Any]] = {
     "other_experts": {**_MOE, "router_seed": 1, **_NO_WEIGHTS},
     "nudged1": {"data": [0, 1], "trace": {"perturb_ulps": 1}},
     "softmax_first": _moe(moe_router_pre_softmax=True),
+    "collected1.safetensors": {"collect": {}},
     "recompute1": {"train": True, "gpt": _RECOMPUTE},
 }
 TWO: dict[str, dict[str, Any]] = {
@@ -58,6 +59,10 @@ TWO: dict[str, dict[str, Any]] = {
     "padding_only": {"gpt": {"tp": 2, "padded_vocabulary": 512}, "vocabulary": 256},
     "scores_of_loss": {"gpt": {"tp": 2}, "scores": "loss"},
     "scores_of_shard": {"gpt": {"tp": 2}, "scores": "shard"},
+    "collected_tp2.safetensors": {"gpt": {"tp": 2}, "collect": {}},
+    "collected_tp2_sp.safetensors": {"gpt": {"tp": 2, "sequence_parallel": True}, "wrap": True, "collect": {}},
+    "collected_padded_tp2.safetensors": {"gpt": {"tp": 2, "padded_vocabulary": 512}, "collect": {"vocabulary": 256}},
+    "collected_pp2": {"gpt": {"pp": 2}, "collect": {}},
     "qkv_not_regrouped_tp2": {"gpt": {"tp": 2}, "load": {"regroup": False}, **_NO_WEIGHTS},
     "fed_tp2_sp": {"gpt": {"tp": 2, "sequence_parallel": True}, "trace": {"feed": "dense1"}},
     "fed_moe_tp2_sp_ep2": {**_moe(tp=2, sequence_parallel=True, ep=2), "trace": {"feed": "moe1"}},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from tests.expectations import expect_same
 from tests.megatron import tiny_gpt
 from tests.megatron.runs import ROOT
 from tests.test_readme import blocks, run_console
-from tracer import diff_traces, open_trace, trace
+from tracer import collect_trainer, diff_traces, open_trace, read_scores, trace
 from tracer.format.schema import BoundaryStatus
+from tracer.format.score_records import ScoreName
 from tracer.read.findings import BoundaryOutcome, DiffResult, FindingCode, Kind, Side
 
 
@@ -280,3 +282,31 @@ def test_the_how_to_runs(tmp_path: Path) -> None:
     script, commands = blocks(page)
     (tmp_path / "step.py").write_text(script.text)
     run_console(commands, tmp_path, page.name)
+
+
+def test_trainer_scores_of_every_layout(runs: Path) -> None:
+    """C of a model that is cut over two processes, in wrappers and with a padded vocabulary, is that of one process and that of
+    transformers; full logits and most likely tokens cover the vocabulary and no padding; pipeline stages are refused."""
+    import transformers
+
+    library: Any = transformers
+    config = library.Qwen3Config(
+        vocab_size=tiny_gpt.VOCABULARY, hidden_size=tiny_gpt.HIDDEN, intermediate_size=tiny_gpt.DENSE, num_hidden_layers=tiny_gpt.LAYERS,
+        num_attention_heads=tiny_gpt.HEADS, num_key_value_heads=tiny_gpt.HEADS, head_dim=tiny_gpt.SIZE, rms_norm_eps=tiny_gpt.EPSILON,
+        rope_theta=float(tiny_gpt.ROTARY_BASE), tie_word_embeddings=False, attn_implementation="eager",
+    )  # fmt: skip
+    model = library.Qwen3ForCausalLM(config)
+    model.load_state_dict(tiny_gpt.random_hf_weights())
+    bare = [replace(record, scores={}, logits=None) for record in read_scores(runs / "collected1.safetensors")]
+    expected = collect_trainer(model, bare, logits=2, argmax=True)
+    for name, tolerance in (("collected1", 1e-4), ("collected_tp2", 1e-4), ("collected_padded_tp2", 1e-4), ("collected_tp2_sp", 0.1)):
+        for mine, theirs in zip(read_scores(runs / f"{name}.safetensors"), expected, strict=True):
+            assert set(mine.scores) == {ScoreName.C0, ScoreName.C1}
+            assert np.array_equal(mine.scores[ScoreName.C0].value_R, mine.scores[ScoreName.C1].value_R)
+            np.testing.assert_allclose(mine.scores[ScoreName.C0].value_R, theirs.scores[ScoreName.C0].value_R, atol=tolerance)
+            assert mine.logits is not None
+            assert theirs.logits is not None
+            np.testing.assert_allclose(mine.logits.value_LV, theirs.logits.value_LV, atol=10 * tolerance)
+            likely = [record.scores[ScoreName.C0].argmax_R for record in (mine, theirs)]
+            assert name == "collected_tp2_sp" or np.array_equal(likely[0], likely[1])
+    assert "pipeline parallelism" in (runs / "collected_pp2-0.txt").read_text()

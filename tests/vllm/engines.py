@@ -58,9 +58,9 @@ _OF_FAMILY: dict[str, dict[str, Any]] = {
 }
 FAMILIES = tuple(_OF_FAMILY)
 
-_SHARED = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 64}
+_SHARED: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 64}
 _SHARED |= {"norm_topk_prob": True}
-_DEEPSEEK = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64}
+_DEEPSEEK: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64}
 _DEEPSEEK |= {"first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
 _ALSO: dict[str, dict[str, Any]] = {
     "Qwen2": {},

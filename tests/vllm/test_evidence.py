@@ -174,6 +174,19 @@ def test_a_nudged_engine_is_a_floor_for_the_pair(sides: Sides) -> None:
     assert "first bitwise at layers.0.attn.q_rope" in result.headline
 
 
+def test_rows_of_a_stale_weight_are_saved_where_they_can_be(sides: Sides) -> None:
+    """The first divergence beyond rounding is an expert's weight: the trainer saves its rows; the engine has repacked it, and says so."""
+    stale, plan = sides.train("a-stale", "stale-expert"), sides.folder / "weights.json"
+    assert run_tracer("diff", stale, sides.b, "--tolerance", "relative=0.1", "--plan", plan) == 1
+    a, b = sides.train("a-rows", "stale-expert", plan=plan), sides.roll("b-rows", plan=plan)
+    name = "layers.1.moe.experts.5.down.weight"
+    assert len(read_dumps(tracer.open_trace(a)).weights[name]) == 128
+    assert name not in read_dumps(tracer.open_trace(b)).weights
+    notes = [note.text for note in tracer.open_trace(b).manifest.notes if note.code == "dump-left"]
+    assert notes, "the engine says what it could not save"
+    assert name in notes[0]
+
+
 def test_one_module_of_the_engine_is_replayed(sides: Sides) -> None:
     """The engine's output projection, on the trainer's inputs, gives the trainer's bits."""
     dumped = sides.train("a-dumped", dump=["layers.1.attn.core", "layers.1.attn.out"])

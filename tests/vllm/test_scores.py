@@ -15,7 +15,7 @@ from tracer.errors import Code, ScoreError
 from tracer.format.score_file import read_scores, write_scores
 from tracer.format.score_records import ScoreKind, ScoreName
 from tracer.hosts.vllm_scores import collect_vllm
-from tracer.scores.results import Branch
+from tracer.scores.results import Branch, RefitKind
 from tracer.scores.score_comparison import compare_scores
 
 
@@ -25,28 +25,62 @@ def sampling(**settings: Any) -> Any:
     return SamplingParams(max_tokens=12, ignore_eos=True, detokenize=False, **{"temperature": 0, **settings})
 
 
-def test_three_scores_of_one_batch(engine: Build, checkpoint: Any, tmp_path: Path) -> None:
+DTYPES = {"float32": 1e-4, "bfloat16": 0.03}
+"""Pass mark of a healthy pair: a tiny random model in bfloat16 is off by more than a trained one."""
+FAMILIES = {"float32": "Qwen3Moe", "bfloat16": "Qwen3"}
+"""Rounding in bfloat16 flips a router's choice now and then, which is no healthy pair."""
+
+
+@pytest.fixture(scope="module")
+def scored(engine: Build, checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Per dtype a folder of three scores: ``rollout``, and the trainer's ``healthy``, ``stale`` and ``temperature``."""
+    folder = tmp_path_factory.mktemp("scores")
+    given: list[str] = []
+    for dtype in DTYPES:
+        records = collect_vllm(
+            engine(FAMILIES[dtype], dtype), PROMPTS, sampling=sampling(n=2, temperature=1.0, seed=5), requests=["x", "y", "z"], argmax=True
+        )
+        (folder / dtype).mkdir()
+        write_scores(folder / dtype / "rollout.safetensors", records)
+        given += [str(checkpoint(FAMILIES[dtype], dtype)), str(folder / dtype / "rollout.safetensors"), str(folder / dtype)]
+    run_script("score_trainer.py", *given)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_three_scores_of_one_batch(scored: Path, dtype: str) -> None:
     """A, B0, B1 from the engine and C0, C1 from transformers in another process, joined by request, agree to rounding."""
-    records = collect_vllm(engine(), PROMPTS, sampling=sampling(), requests=["x", "y", "z"], argmax=True)
-    assert [record.request for record in records] == ["x", "y", "z"]
-    assert [record.prompt_length for record in records] == [len(prompt) for prompt in PROMPTS]
-    assert {score.info.definition.kind for record in records for score in record.scores.values()} == {ScoreKind.RAW}
-    assert {score.dtype for record in records for score in record.scores.values()} == {"float32"}
-    likely = records[0].scores[ScoreName.B0].argmax_R
-    assert likely is not None
-    assert np.array_equal(likely, records[0].response)  # greedy
-    write_scores(tmp_path / "rollout.safetensors", records)
-    run_script(
-        "score_trainer.py",
-        str(checkpoint("Qwen3Moe", "float32")),
-        str(tmp_path / "rollout.safetensors"),
-        str(tmp_path / "trainer.safetensors"),
-    )
-    result = compare_scores(tmp_path / "rollout.safetensors", tmp_path / "trainer.safetensors", pass_mark=1e-4)
+    rollout = read_scores(scored / dtype / "rollout.safetensors")
+    assert [record.request for record in rollout] == ["x-s0", "x-s1", "y-s0", "y-s1", "z-s0", "z-s1"]
+    assert {score.info.definition.kind for record in rollout for score in record.scores.values()} == {ScoreKind.RAW}
+    assert {score.dtype for record in rollout for score in record.scores.values()} == {"float32"}
+    result = compare_scores(rollout, scored / dtype / "healthy.safetensors", pass_mark=DTYPES[dtype])
     assert (result.exit, result.decision.branch) == (0, Branch.AGREE), result.headline
     assert [pair.name for pair in result.pairs] == ["A-B", "B-C", "A-C"]
     assert [pair.logprob_mae for pair in result.repeats] == [0.0, 0.0]
-    assert result.counts.tokens == 36
+    assert result.counts.tokens == 72
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_planted_faults_send_to_the_right_half(scored: Path, dtype: str) -> None:
+    """Weights that the engine has not got, with repeatable scores, lead to the weights; a temperature on one side is named."""
+    rollout, pass_mark = scored / dtype / "rollout.safetensors", DTYPES[dtype]
+    stale = compare_scores(rollout, scored / dtype / "stale.safetensors", pass_mark=pass_mark)
+    assert (stale.exit, stale.decision.branch, stale.decision.side) == (1, Branch.WEIGHTS, "C"), stale.headline
+    assert [pair.logprob_mae for pair in stale.repeats] == [0.0, 0.0]
+    warm = compare_scores(rollout, scored / dtype / "temperature.safetensors", pass_mark=pass_mark)
+    assert (warm.exit, warm.decision.branch, warm.decision.side) == (1, Branch.SCORING, "C"), warm.headline
+    assert warm.decision.cause is RefitKind.TEMPERATURE
+    found = next(refit.parameter for refit in warm.refits if refit.matched and refit.kind is RefitKind.TEMPERATURE)
+    assert float(found.removeprefix("T = ")) == pytest.approx(0.8, abs=0.02)
+
+
+def test_a_replay_keeps_the_most_likely_tokens(engine: Build) -> None:
+    """Of a greedy generation they are the response itself."""
+    for record in collect_vllm(engine(), PROMPTS, sampling=sampling(), repeats=1, argmax=True):
+        likely = record.scores[ScoreName.B0].argmax_R
+        assert likely is not None
+        assert np.array_equal(likely, record.response)
 
 
 def test_scores_are_the_engines_own(engine: Build) -> None:

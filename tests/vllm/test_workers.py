@@ -97,7 +97,7 @@ def test_a_compiled_engine_is_vacuous(engine: Build, checkpoint: Checkpoint, tmp
 def test_maps_fit_the_engines_own_classes(checkpoint: Checkpoint) -> None:
     """`tracer map check --host vllm` finds the map of every class of the installed engine and resolves it, from a config
     alone."""
-    dtypes = {**dict.fromkeys(FAMILIES, "float32"), **OTHERS}
+    dtypes = {**dict.fromkeys(FAMILIES, "float32"), **{family: OTHERS[family] for family in ("GPT2", "GptOss", "DeepseekV3")}}
     output = run_script("check_maps.py", *(str(checkpoint(family, dtype) / "config.json") for family, dtype in dtypes.items()))
     assert output.count("exit 0\n") == len(dtypes), output
     for family in dtypes:

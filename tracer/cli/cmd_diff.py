@@ -91,8 +91,9 @@ def _write_plan(plan: DumpPlan | str, file: str) -> None:
         return
     write_plan(plan, Path(file))
     for weight in plan.weights:
-        differing = f"{weight.differing} differing and {len(weight.rows) - weight.differing} equal" if weight.differing else len(weight.rows)
-        typer.echo(f"plan: {differing} rows of {weight.name}", err=True)
+        size = len(weight.rows)
+        told = f"{weight.differing} differing and {size - weight.differing} equal" if weight.differing else f"{size}"
+        typer.echo(f"plan: {told} rows of {weight.name}", err=True)
     if not plan.boundaries:
         return
     output, inputs = plan.boundaries[0], [rows.boundary for rows in plan.boundaries[1:]]

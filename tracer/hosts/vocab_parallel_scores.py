@@ -26,16 +26,25 @@ Gather = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 def score_vocab_parallel(
-    logits_RV: torch.Tensor, ids_R: torch.Tensor, *, first_column: int, group: Any = None, gather: Gather | None = None
+    logits_RV: torch.Tensor,
+    ids_R: torch.Tensor,
+    *,
+    first_column: int,
+    vocabulary: int | None = None,
+    group: Any = None,
+    gather: Gather | None = None,
 ) -> torch.Tensor:
     """float32 (R,) on the logits' device: log probabilities of ``ids_R`` over the whole vocabulary. A collective: every process
     of ``group`` calls it with the same ids and its own columns.
 
     ``logits_RV``: this process's columns, any float dtype, from column ``first_column`` of the vocabulary on; row r predicts
-    ``ids_R[r]``, so the caller has shifted already. ``gather``: another way to bring the shares together, (R, 2) int64 of each.
+    ``ids_R[r]``, so the caller has shifted already. ``vocabulary``: tokens, where there are more columns than that; what pads them is
+    left out. ``gather``: another way to bring the shares together, (R, 2) int64 of each.
     Raises ScoreError (scores-collect) where a label lies in no process's columns, or in several.
     """
     ids = ids_R.detach().cpu().numpy().astype(np.int64)
+    if vocabulary is not None:
+        logits_RV = logits_RV[:, : max(vocabulary - first_column, 0)]
     span = (first_column, first_column + logits_RV.shape[1])
     share_R2 = score_rows(logits_RV.detach(), np.arange(len(ids)), ids, span)
     parts = (gather or (lambda part: _all_gather(part, group, logits_RV.device)))(share_R2)

@@ -39,6 +39,7 @@ _FLOAT32_ERROR = 2.0**-15
 _FLOAT32_ROUNDING = 2.0**-18
 _WIDE = ("float32", "float64")
 _FEW_ULPS = 2
+_NEAREST = 0.98
 _QUANTIZED_SIZE = 2.0**-3
 _EVEN = 0.25
 """Rounding puts B above A at half of the elements; at least this share on either side."""
@@ -160,9 +161,10 @@ def _quantization(evidence: RootEvidence) -> Classification | None:
 
 
 def is_quantized(explanation: Explanation, side: str) -> bool:
-    """Whether it says that values of this side lie on the grid of an 8-bit dtype."""
+    """Whether it says that values of this side lie on the grid of an 8-bit dtype, and are what rounding the other side's to it gives."""
     parameters = explanation.parameters
     on_grid = explanation.shape is Shape.GRID and parameters.get("side") in (side, "both")
+    on_grid = on_grid and float(parameters.get("near", 1.0)) >= _NEAREST and int(parameters.get("steps", 0)) <= 1
     return on_grid and str(parameters.get("dtype")).startswith(("float8", "int8"))
 
 

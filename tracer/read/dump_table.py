@@ -61,7 +61,7 @@ def matching(a: DumpedBoundary, b: DumpedBoundary, tokens: TokenMatch) -> tuple[
 
 def weight_lines(a: DumpedWeight, b: DumpedWeight) -> tuple[I64, I64]:
     """Lines of both dumps that are the same row of a weight."""
-    shared, lines_a, lines_b = np.intersect1d(a.row_R, b.row_R, return_indices=True)
+    _, lines_a, lines_b = np.intersect1d(a.row_R, b.row_R, return_indices=True)
     good = ~a.altered_R[lines_a] & ~b.altered_R[lines_b]
     return lines_a[good], lines_b[good]
 

@@ -89,10 +89,9 @@ class EvidenceGatherer:
         weights = self.scene.weights
         explanations = tuple(explain_weights(self.material, weights, root.place.boundary))
         evidence = [weights.summary(), *([] if weights.summary() in root.text else [root.text])]
-        evidence += [
-            f"{found.boundary}: {found.text}" + (f" (dumps, tested on {found.rows_tested} held-out rows)" if found.source == "dumps" else "")
-            for found in explanations
-        ]
+        for found in explanations:
+            tested = f" (dumps, tested on {found.rows_tested} held-out rows)" if found.source == "dumps" else ""
+            evidence.append(f"{found.boundary}: {found.text}{tested}")
         lead = next((lead for lead in self.scene.leads if lead.name == "quantization"), None)
         evidence += [lead.text for lead in self.scene.leads]
         first = [found for found in explanations if found.boundary == root.place.boundary]

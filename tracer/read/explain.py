@@ -23,9 +23,11 @@ from tracer.read.findings import Explanation, Shape
 from tracer.read.grids import grid_shape
 from tracer.read.logical import LogicalTrace
 from tracer.read.matched import MatchedRows, dumped_rows, recorded_rows
+from tracer.read.operations import activation, exchanged_weights, weighted_sum
 from tracer.read.outcomes import Judged
 from tracer.read.permutations import column_permutation, row_permutation
 from tracer.read.placement import document, experts_only, from_position, grows
+from tracer.read.rotations import norm_order, rotation_shape
 from tracer.read.settings import settings_at
 from tracer.read.shapes import Found, kept_length, one_sided, some_columns, value_shape
 from tracer.read.weight_diff import WeightComparison
@@ -34,12 +36,14 @@ from tracer.read.weight_shapes import weight_shapes
 __all__ = ["SYSTEMATIC", "Material", "explain_boundary", "explain_weights"]
 
 I64 = npt.NDArray[np.int64]
+F64 = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 SYSTEMATIC = frozenset(
     {
         Shape.ZERO, Shape.SIGN, Shape.CONSTANT_RATIO, Shape.CONSTANT_VECTOR, Shape.ROW_RATIO, Shape.COLUMN_RATIO, Shape.LOW_RANK,
         Shape.ONE_SIDED, Shape.LENGTH_KEPT, Shape.COLUMNS_PERMUTED, Shape.ROWS_PERMUTED, Shape.TOKEN_SHIFT, Shape.OTHER_LAYER,
+        Shape.ROTATION, Shape.OPERATION,
     }
 )  # fmt: skip
 """Shapes of values that rounding to nearest never has."""
@@ -76,7 +80,11 @@ def explain_boundary(material: Material, name: str, among_K: Bools | None = None
     rows = None if comparison.a.info.discrete else matched_rows(material, comparison, pairs)
     if rows is not None:
         rows = replace(rows, head=_head_columns(material.a))
-        found += [(shape, rows.source) for shape in _of_values(rows, moved is None)]
+        shapes = list(_of_values(rows, moved is None))
+        if rows.source == "dumps" and moved is None and (not shapes or shapes[0].shape in (Shape.LENGTH_KEPT, Shape.SOME_COLUMNS)):
+            computed = _of_inputs(material, name, rows)
+            shapes = shapes if computed is None else [computed, *(shape for shape in shapes if shape.shape is not Shape.LENGTH_KEPT)]
+        found += [(shape, rows.source) for shape in shapes]
     found += [(shape, "positions") for shape in _of_places(material, judged, pairs)]
     info = material.catalogue.get(name, comparison.a.info)
     for setting in settings_at(material.a, material.b, info):
@@ -122,6 +130,44 @@ def _of_values(rows: MatchedRows, whole: bool) -> Iterable[Found]:
     confined = some_columns(rows)
     if confined is not None:
         yield confined
+
+
+def _of_inputs(material: Material, name: str, rows: MatchedRows) -> Found | None:
+    """What each side computes from dumped inputs that are equal on both, row by row."""
+    held: dict[str, tuple[MatchedRows, F64]] = {}
+    for source in () if material.dumps is None else material.dumps[0].boundaries:
+        equal = None if source == name else _equal_input(material, source, rows)
+        if equal is not None:
+            held[source] = equal
+    wide = {source: values for source, (kept, values) in held.items() if values.shape[1] == rows.a_NC.shape[1] and len(kept) == len(rows)}
+    scalars = {source: values[:, 0] for source, (kept, values) in held.items() if values.shape[1] == 1 and len(kept) == len(rows)}
+    for source, (kept, values) in held.items():
+        if values.shape[1] == rows.a_NC.shape[1]:
+            found = rotation_shape(kept, values, source) or norm_order(kept, values, source)
+        else:
+            found = activation(kept, values) or (exchanged_weights(kept, values) if source.endswith(".topk_weights") else None)
+        if found is not None:
+            return found
+    return weighted_sum(rows, wide, scalars)
+
+
+def _equal_input(material: Material, source: str, rows: MatchedRows) -> tuple[MatchedRows, F64] | None:
+    """The rows whose tokens have a dumped row of ``source``, with it; None where any of those differs between the sides."""
+    assert material.dumps is not None
+    judged, dumped = material.judged.get(source), material.dumps[0].boundaries[source]
+    if judged is None or source not in material.dumps[1].boundaries or dumped.expert_R is not None or rows.expert_N is not None:
+        return None
+    if np.isin(judged.comparison.token_R[judged.comparison.differing], rows.token_N).any() or not len(dumped):
+        return None
+    at_N = np.minimum(np.searchsorted(dumped.token_R, rows.token_N), len(dumped) - 1)
+    there_N = (dumped.token_R[at_N] == rows.token_N) & ~dumped.altered_R[at_N]
+    if there_N.sum() < 2:
+        return None
+    try:
+        values = dumped.float32_RC[at_N[there_N]].astype(np.float64)
+    except ValueError:
+        return None  # packed: bytes without values of their own
+    return (rows if there_N.all() else rows.take(there_N), values) if np.isfinite(values).all() else None
 
 
 def _of_places(material: Material, judged: Judged, pairs: I64) -> Iterable[Found]:

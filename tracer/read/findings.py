@@ -193,6 +193,15 @@ class BoundaryOutcome(str, Enum):
     NOT_RECORDED = "not recorded"
 
 
+class Flip(_Result, frozen=True, kw_only=True):
+    """One token for which the sides chose differently: the ids that each chose."""
+
+    request: str
+    position: int
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+
+
 class BoundaryResult(_Result, frozen=True, kw_only=True):
     """One boundary, both sides."""
 
@@ -218,6 +227,8 @@ class BoundaryResult(_Result, frozen=True, kw_only=True):
     nonfinite_a: int = 0
     nonfinite_b: int = 0
     root: bool = False
+    flips: tuple[Flip, ...] = ()
+    """Of a choice that differs, the first tokens in which it does, at most 16 of ``rows_above_floor``."""
     text: str = ""
     """What else is worth saying (healed at ..., sign of zero, NaN bits only, both integers)."""
 
@@ -252,6 +263,10 @@ class Shape(str, Enum):
     """No element of one side is larger, or its rows are shorter on average."""
     LENGTH_KEPT = "length kept"
     """Rows, or blocks of columns, keep their norms: a rotation or a permutation."""
+    ROTATION = "rotation"
+    """Pairs of columns are turned: other pairs, other angles, or before the norm instead of after it."""
+    OPERATION = "operation"
+    """Each side computes something known, and not the same, from equal inputs."""
     COLUMNS_PERMUTED = "columns permuted"
     ROWS_PERMUTED = "rows permuted"
     TOKEN_SHIFT = "token shift"

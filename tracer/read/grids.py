@@ -73,8 +73,11 @@ def _scaled(rows: MatchedRows) -> Found | None:
                 tested = _on_grid(image, source, dtype, per, rows.epsilon)
                 if tested is not None:
                     share, count = tested
+                    near = _near(image, source, dtype, per, rows.epsilon)
                     text = f"{side} lies on the {dtype.removeprefix('float8_').removesuffix('fn')} grid times one scale per {per}"
-                    parameters = {"dtype": dtype, "side": side.lower(), "scale": per}
+                    if near < _ON:
+                        text += f", but only {near:.0%} of its values are what rounding the other side's to it gives"
+                    parameters = {"dtype": dtype, "side": side.lower(), "scale": per, "near": near}
                     return Found(Shape.GRID, text, len(rows) - count, count, 1 - share, parameters)
     return None
 
@@ -127,6 +130,20 @@ def _on_grid(image_NC: F64, source_NC: F64, dtype: str, per: str, epsilon: float
     return on, image_NC.shape[1] // 2 if per == "column" else len(image_NC) // 2
 
 
+def _near(image_NC: F64, source_NC: F64, dtype: str, per: str, epsilon: float) -> float:
+    """Share of the values on the grid that are the nearest to the other side's, up to the rounding of their own dtype; what lies
+    beyond the grid's end counts where it was clipped to it."""
+    if per == "column":
+        image_NC, source_NC = image_NC.T, source_NC.T
+    lines, others = (side.reshape(1, -1) if per == "tensor" else side for side in (image_NC, source_NC))
+    scales = _scales(lines, dtype, epsilon)
+    if scales is None:
+        return 0.0
+    code, wanted = lines / scales, np.clip(others / scales, _grid(dtype)[0], _grid(dtype)[-1])
+    half_step = _spacing(np.maximum(np.abs(code), np.abs(wanted)), dtype) / 2
+    return float((np.abs(code - wanted) <= half_step + 4 * epsilon * np.abs(wanted) + 1e-12).mean())
+
+
 def _scales(fit_NC: F64, dtype: str, epsilon: float) -> F64 | None:
     """Per line the scale on whose grid most of its values lie, (N, 1)."""
     largest = np.abs(fit_NC).max(axis=1, keepdims=True)
@@ -134,15 +151,20 @@ def _scales(fit_NC: F64, dtype: str, epsilon: float) -> F64 | None:
         return None
     grid = _grid(dtype)
     tops = grid[grid > grid[-1] / 2]  # the largest value may be any of the top binade
-    shares = []
+    shares, offs = [], []
     for top in tops:
         on, telling = _on(fit_NC, largest / top, dtype, 2 * epsilon)  # the largest value was rounded itself
-        shares.append((on & telling).sum(axis=1) / np.maximum(telling.sum(axis=1), 1))
+        looked = np.maximum(telling.sum(axis=1), 1)
+        code = fit_NC / (largest / top)
+        shares.append((on & telling).sum(axis=1) / looked)
+        offs.append((np.abs(code - _nearest(code, grid)) / _spacing(np.abs(code), dtype) * telling).sum(axis=1) / looked)
     best_NT = np.stack(shares, axis=1)
     if np.median(best_NT.max(axis=1)) < _ON:
         return None
-    scales = largest / tops[best_NT.argmax(axis=1)][:, None]
-    code = _nearest(fit_NC / scales, grid)
+    near_NT = np.where(best_NT >= best_NT.max(axis=1, keepdims=True) - 0.02, np.stack(offs, axis=1), np.inf)  # several fit: the closest
+    scales = largest / tops[near_NT.argmin(axis=1)][:, None]
+    telling = _on(fit_NC, scales, dtype, 2 * epsilon)[1]
+    code = np.where(telling, _nearest(fit_NC / scales, grid), 0.0)
     refined: F64 = (fit_NC * code).sum(axis=1, keepdims=True) / np.maximum((code**2).sum(axis=1, keepdims=True), 1e-300)
     return refined
 

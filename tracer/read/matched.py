@@ -9,7 +9,7 @@ Shape suffixes: N matched rows, C columns (16 where sketches stand for rows).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,14 @@ class MatchedRows:
 
     def __len__(self) -> int:
         return len(self.a_NC)
+
+    def take(self, kept_N: Bools) -> MatchedRows:
+        """Some of the rows."""
+        return replace(
+            self, a_NC=self.a_NC[kept_N], b_NC=self.b_NC[kept_N], squares_a_N=self.squares_a_N[kept_N],
+            squares_b_N=self.squares_b_N[kept_N], token_N=self.token_N[kept_N], position_N=self.position_N[kept_N],
+            expert_N=None if self.expert_N is None else self.expert_N[kept_N],
+        )  # fmt: skip
 
     @property
     def epsilon(self) -> float:

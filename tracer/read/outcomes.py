@@ -17,7 +17,7 @@ from tracer.read.causes import Cells
 from tracer.read.choices import ChoiceReport, describe_choices
 from tracer.read.compare import SKETCH_RESOLUTION, Comparison, Method, compare_boundary, partial_rounding
 from tracer.read.dumped import DumpedBoundary
-from tracer.read.findings import BoundaryOutcome, BoundaryResult, Distance, Finding, FindingCode, Kind
+from tracer.read.findings import BoundaryOutcome, BoundaryResult, Distance, Finding, FindingCode, Flip, Kind
 from tracer.read.floor import Floors
 from tracer.read.logical import LogicalTrace
 from tracer.read.pairing import Pairing
@@ -29,6 +29,7 @@ I64 = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 _EXACT_COLUMNS = 16
+_FLIPS = 16
 _EXACT_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
@@ -290,5 +291,22 @@ def result_of(judged: Judged, a: LogicalTrace, floors: Floors, *, root: bool, he
         nonfinite_a=judged.nonfinite_a,
         nonfinite_b=judged.nonfinite_b,
         root=root,
+        flips=() if judged.choice is None else _flips(judged, a),
         text=text,
     )
+
+
+def _flips(judged: Judged, a: LogicalTrace) -> tuple[Flip, ...]:
+    """The first tokens in which the sides chose differently."""
+    comparison, values = judged.comparison, judged.comparison.values
+    if values is None:
+        return ()
+    chosen = np.flatnonzero(judged.above_D) if judged.above_D.any() else np.arange(len(comparison.differing))
+    token_D = comparison.token_R[comparison.differing[chosen]]
+    first = chosen[np.argsort(token_D, kind="stable")[:_FLIPS]]
+    flips = []
+    for line in first:
+        request, position = token_name(a, int(comparison.token_R[comparison.differing[line]]), judged.shift)
+        flips.append(Flip(request=request, position=position, a=tuple(values[0][line].tolist()), b=tuple(values[1][line].tolist())))
+    comparison.release()
+    return tuple(flips)

@@ -48,7 +48,7 @@ class SourceReader:
 
     def leaf(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> torch.Tensor:
         """The tensor as the module saw it. Raises CaptureError (leaf-not-tensor)."""
-        return pick_leaf(self._paths, args, kwargs, output)
+        return pick_leaf(self._paths, args, kwargs, output, dimensions=self.layout.dimensions)
 
     def rows(
         self, leaf: torch.Tensor, forward_rows: int, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None, output: Any = None
@@ -76,7 +76,7 @@ class SourceReader:
         """The call with ``values`` in the leaf's place. A deferred leaf becomes negative zeros, which add nothing to any value.
 
         Raises CaptureError (leaf-not-tensor)."""
-        args, kwargs, output = put_leaf(self._paths, args, kwargs, output, values)
+        args, kwargs, output = put_leaf(self._paths, args, kwargs, output, values, dimensions=self.layout.dimensions)
         if self._added:
             added = pick_leaf(self._added, args, kwargs, output, none_is_fine=True)
             if added is not None:

@@ -79,33 +79,59 @@ def leaf_paths(text: str) -> tuple[LeafPath, ...]:
 
 
 @overload
-def pick_leaf(paths: Sequence[LeafPath], args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> torch.Tensor: ...
+def pick_leaf(
+    paths: Sequence[LeafPath], args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, *, dimensions: int = 0
+) -> torch.Tensor: ...
 @overload
 def pick_leaf(
-    paths: Sequence[LeafPath], args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, *, none_is_fine: bool
+    paths: Sequence[LeafPath], args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, *, dimensions: int = 0, none_is_fine: bool
 ) -> torch.Tensor | None: ...
 def pick_leaf(
-    paths: Sequence[LeafPath], args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, *, none_is_fine: bool = False
+    paths: Sequence[LeafPath],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    output: Any,
+    *,
+    dimensions: int = 0,
+    none_is_fine: bool = False,
 ) -> torch.Tensor | None:
-    """The first of the alternatives that is a tensor, as the module saw it (not detached, wrappers and all).
+    """The first of the alternatives that is a tensor, as the module saw it (not detached, wrappers and all); one of so many
+    ``dimensions`` goes before one of others (a tuple of outputs may begin with losses).
 
     Steps into a bare tensor stay at the tensor: a module that returns ``(y, cache)`` in one version and ``y`` in
     another fits ``output[0]`` both times. With ``none_is_fine`` a leaf that is None is the answer None.
 
     Raises CaptureError (leaf-not-tensor), saying what was found at the first alternative that exists."""
-    found: Any = _MISSING
-    for path in paths:
-        value: Any = output if path.root is LeafRoot.OUTPUT else args if path.root is LeafRoot.INPUT else kwargs
-        for step in path.steps:
-            value = _into(value, step)
-        if isinstance(value, torch.Tensor):
-            return value
-        if found is _MISSING:
-            found = value
+    path = _path_taken(paths, args, kwargs, output, dimensions)
+    if path is not None:
+        value: torch.Tensor = _at(path, args, kwargs, output)
+        return value
+    found = next((value for value in (_at(path, args, kwargs, output) for path in paths) if value is not _MISSING), _MISSING)
     if found is None and none_is_fine:
         return None
     what = "leaf is None" if found is None else "no such leaf" if found is _MISSING else f"leaf is a {type(found).__name__}, not a tensor"
     raise CaptureError(Code.LEAF_NOT_TENSOR, what, where="|".join(path.text for path in paths))
+
+
+def _path_taken(
+    paths: Sequence[LeafPath], args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, dimensions: int
+) -> LeafPath | None:
+    first = None
+    for path in paths:
+        value = _at(path, args, kwargs, output)
+        if isinstance(value, torch.Tensor):
+            if len(paths) == 1 or value.dim() == dimensions:
+                return path
+            first = first or path
+    return first
+
+
+def _at(path: LeafPath, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
+    """What is at the end of a path; ``_MISSING`` where it leads nowhere."""
+    value: Any = output if path.root is LeafRoot.OUTPUT else args if path.root is LeafRoot.INPUT else kwargs
+    for step in path.steps:
+        value = _into(value, step)
+    return value
 
 
 def _into(value: Any, step: int | str) -> Any:
@@ -122,24 +148,20 @@ def _into(value: Any, step: int | str) -> Any:
 
 
 def put_leaf(
-    paths: Sequence[LeafPath], args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, value: torch.Tensor
+    paths: Sequence[LeafPath], args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, value: torch.Tensor, *, dimensions: int = 0
 ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """Arguments, keyword arguments and output with ``value`` in the place of the leaf that ``pick_leaf`` picks. Containers on
     the way are copied, nothing that was passed in is changed.
 
     Raises CaptureError (leaf-not-tensor) where there is no such leaf."""
     pick_leaf(paths, args, kwargs, output)
-    for path in paths:
-        root: Any = output if path.root is LeafRoot.OUTPUT else args if path.root is LeafRoot.INPUT else kwargs
-        found = root
-        for step in path.steps:
-            found = _into(found, step)
-        if isinstance(found, torch.Tensor):
-            changed = _with(root, path.steps, value)
-            break
+    path = _path_taken(paths, args, kwargs, output, dimensions)
+    assert path is not None  # else the line above has raised
     if path.root is LeafRoot.OUTPUT:
-        return args, dict(kwargs), changed
-    return (changed, dict(kwargs), output) if path.root is LeafRoot.INPUT else (args, changed, output)
+        return args, dict(kwargs), _with(output, path.steps, value)
+    if path.root is LeafRoot.INPUT:
+        return _with(args, path.steps, value), dict(kwargs), output
+    return args, _with(kwargs, path.steps, value), output
 
 
 def _with(container: Any, steps: Sequence[int | str], value: torch.Tensor) -> Any:
@@ -186,7 +208,8 @@ def local_tensor(leaf: torch.Tensor) -> torch.Tensor:
 
 
 class Layout:
-    """A leaf's layout, ready to apply. ``row_axes``: the row axes in layout order, as ``Host.leaf_rows`` gets their sizes."""
+    """A leaf's layout, ready to apply. ``row_axes``: the row axes in layout order, as ``Host.leaf_rows`` gets their sizes;
+    ``dimensions``: how many a leaf has."""
 
     def __init__(self, text: str, sizes: Mapping[str, int] | None = None, broadcast: str = "") -> None:
         """``sizes``: known sizes of axes; ``broadcast``: row axis that may have size 1 and then stands for every index.
@@ -198,6 +221,7 @@ class Layout:
         self.text = text
         self._sizes = dict(sizes or {})
         self._dimensions = tuple(self._groups(axes) for axes in dimensions)
+        self.dimensions = len(dimensions)
         groups = [group for dimension in self._dimensions for group in dimension]
         rows = [n for n, group in enumerate(groups) if group and group[0] in ROW_AXES]
         self.row_axes = tuple(" ".join(groups[n]) for n in rows)
@@ -241,8 +265,8 @@ class Layout:
         experts.
 
         Raises MapError (map-layout) naming boundary, layout and shape where they do not fit."""
-        if leaf.dim() != len(self._dimensions):
-            raise self._unfit(boundary, leaf.shape, f"{len(self._dimensions)} dimensions")
+        if leaf.dim() != self.dimensions:
+            raise self._unfit(boundary, leaf.shape, f"{self.dimensions} dimensions")
         if self._checked:
             leaf = self._unfolded(leaf, boundary, forward_rows)
         if self._order is not None:

@@ -92,6 +92,9 @@ def _projection(layer: LayerView, part: str, sources: list[Operator], scope: str
             return
     for norm in layer.norms(scope):
         if norm.returned.layout != "(t h) d" and _same_lengths(norm.returned.rows_NC, tap):
+            if not any(_is_part(norm.given.rows_NC, found.returned.rows_NC) for found in sources):
+                layer.missing.append(f"attn.{part}_norm: {layer.template(norm.module)} is given no projection as it is (rope comes before)")
+                break
             layer.guess(f"attn.{part}_norm", norm.returned, f"{norm.kind} by its numbers; {why}")
             layer.name_weights(norm.module, f"attn.{part}_norm")
             source = next((found for found in sources if found.returned.key == norm.given.key), None)
@@ -106,6 +109,11 @@ def _projection(layer: LayerView, part: str, sources: list[Operator], scope: str
         layer.missing.pop()
         evidence = "what the attention function gets as v; no projection returns it"
         layer.guesses["layers.{layer}.attn.v"] = _tap_guess(layer, tapped, tap, evidence)
+
+
+def _is_part(rows_NC: torch.Tensor, whole_NC: torch.Tensor) -> bool:
+    """Whether every number of every row stands in the same row of ``whole_NC``, bit for bit."""
+    return all(bool(torch.isin(row, whole).all()) for row, whole in zip(rows_NC, whole_NC, strict=True))
 
 
 def _packed(layer: LayerView, sources: list[Operator], taps: dict[str, TapLeaf]) -> bool:

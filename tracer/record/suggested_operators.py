@@ -66,6 +66,7 @@ def norm_kind(module: torch.nn.Module, given_NC: torch.Tensor, returned_NC: torc
         ("x / rms(x) * w", unit * scale + shift),
         ("x / rms(x) * (1 + w)", unit * (1 + scale) + shift),
         ("(x - mean) / std * w + b", centred * scale + shift),
+        ("(x - mean) / std * (1 + w) + b", centred * (1 + scale) + shift),
     ):
         if close(returned, expected):
             return formula

@@ -5,7 +5,7 @@ Suffixes: R rows of one weight held here, S those of them that are saved, C colu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,9 +43,7 @@ def planned_weights(plan: DumpPlan | None) -> dict[str, WantedRows]:
     return {} if plan is None else {weight.name: WantedRows(np.array(weight.rows, np.int64)) for weight in plan.weights}
 
 
-def differing_weight(
-    reference: Reference, snapshot: WeightSnapshot, plan: Plan
-) -> tuple[dict[str, WantedRows], list[Note]]:
+def differing_weight(reference: Reference, snapshot: WeightSnapshot, plan: Plan) -> tuple[dict[str, WantedRows], list[Note]]:
     """The first weight, in the order in which boundaries are computed with them, that is another on the other side, and notes.
 
     Weights of which this process holds a part are left to a plan."""
@@ -54,7 +52,8 @@ def differing_weight(
     left = [name for name in (*ordered, *own) if own[name].row_spans or own[name].column_spans]
     notes = []
     if left:
-        text = f"{len(set(left))} weights could not be judged while running (this process holds a part of each): use tracer diff A B --plan FILE"
+        held = f"{len(set(left))} weights could not be judged while running (this process holds a part of each)"
+        text = f"{held}: use tracer diff A B --plan FILE"
         notes.append(Note(code="against-left", text=text))
     for name in dict.fromkeys((*ordered, *own)):
         theirs = reference.weights[name]

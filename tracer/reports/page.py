@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from tracer.errors import Code, UsageError
+from tracer.errors import Code, UsageError, visible
 from tracer.read.findings import BoundaryOutcome, DiffResult, Kind
+from tracer.read.wording import count
 from tracer.reports.charts import Chart, distance_curve, token_map_chart
 from tracer.reports.view import Block, Facts, Headline, Items, Table, view_diff
 from tracer.reports.writing import write_whole
@@ -94,14 +95,47 @@ def diff_sections(result: DiffResult) -> list[Section]:
         sections.append(Section("boundaries", titles["boundaries"], (tables[0][0],), "Around the first divergence, in causal order."))
         folded = f"all {len(result.boundaries)} boundaries of the map"
         sections.append(Section("every", titles["every"], (tables[1][0],), folded=folded))
+        sections += _flips(result)
         for number, table in enumerate(tables[1][1:]):
-            sections.append(Section(f"table-{number}", "Values", (table,)))
+            sections.append(Section(f"table-{number}", "Values", (table,), "What was dumped, both sides of every row."))
     for block in whole:
-        if isinstance(block, Items):
+        if isinstance(block, Items) and block.title.startswith("conditions"):
+            sections.append(_conditions(result, block.title))
+        elif isinstance(block, Items):
             anchor = block.title.split()[0]
             sections.append(Section(anchor, block.title[0].upper() + block.title[1:], (block,)))
     sections.append(_omissions(result))
     return sections
+
+
+def _flips(result: DiffResult) -> list[Section]:
+    """The choices that differ, token by token."""
+    apart = [boundary for boundary in result.boundaries if boundary.flips]
+    if not apart:
+        return []
+    lines = [
+        (boundary.name, f"{flip.request}:{flip.position}", _ids(flip.a, flip.b), _ids(flip.b, flip.a))
+        for boundary in apart
+        for flip in boundary.flips
+    ]
+    tokens = [boundary.rows_above_floor or boundary.rows_differing for boundary in apart]
+    notes = [(boundary.name, f"{count(number, 'token')}: {boundary.text}") for boundary, number in zip(apart, tokens, strict=True)]
+    hidden = sum(tokens) - len(lines)
+    rest = f"and {count(hidden, 'more token')}" if hidden else ""
+    table = Table(("boundary", "token", "A chose", "B chose"), tuple(lines), rest=rest)
+    caption = "Choices that differ, the first tokens of each boundary. In brackets: what only that side chose."
+    return [Section("flips", "Routing flips", (Facts(tuple(notes)), table), caption)]
+
+
+def _ids(own: tuple[int, ...], other: tuple[int, ...]) -> str:
+    return " ".join(str(chosen) if chosen in other else f"[{chosen}]" for chosen in own)
+
+
+def _conditions(result: DiffResult, title: str) -> Section:
+    """The settings that differ, side by side."""
+    said = [(name, values["a"], values["b"]) for name, values in result.conditions.items()]
+    shown = tuple(tuple("not recorded" if text is None else str(text) for text in line) for line in said)
+    return Section("conditions", title[0].upper() + title[1:], (Table(("setting", "A", "B"), shown),))
 
 
 def _omissions(result: DiffResult) -> Section:
@@ -152,7 +186,11 @@ def _template() -> tuple[Template, type[str]]:
     except ImportError as error:
         raise _missing(error) from error
     source = Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8")
-    return Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=False).from_string(source), Markup
+
+    def shown(value: object) -> object:
+        return visible(value) if type(value) is str else value  # Markup is the page's own
+
+    return Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=False, finalize=shown).from_string(source), Markup
 
 
 @cache

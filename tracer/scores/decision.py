@@ -29,6 +29,7 @@ from tracer.scores.results import (
 __all__ = ["LAST", "QUESTIONS", "Question", "decide_branch", "suspect_of"]
 
 _CLEARLY_SMALLER = 0.5
+_FEW_SHARE = 0.02
 _DEFINITION = {
     RefitKind.FACTOR,
     RefitKind.LABELS,
@@ -73,9 +74,10 @@ _CAUSE = Question(
     ),
 )
 _FIRST = Question("Is the first response token like the others?", (("A stands alone, whatever the answer", Branch.GENERATION),))
+_FEW = Question("Is it a few tokens while all others agree?", (("yes: a discrete choice, as of an expert", Branch.SCORING),))
 _WEIGHTS = Question("Are the weights the same?", (("yes, by digest", Branch.SCORING), ("no, or nobody knows", Branch.WEIGHTS)))
-QUESTIONS = (_REPEATS, _GAPS, _ALONE, _CAUSE, _FIRST, _WEIGHTS)
-"""In the order they are asked. The fifth is asked of A, the sixth of C."""
+QUESTIONS = (_REPEATS, _GAPS, _ALONE, _CAUSE, _FIRST, _FEW, _WEIGHTS)
+"""In the order they are asked. The fifth is asked of A, the last two of C."""
 LAST = "Where to look first?"
 """The step that ends every path: its answer is the branch."""
 
@@ -193,7 +195,11 @@ def _small(found: _Evidence, path: list[DecisionStep]) -> Decision:
         path,
         klass=LogClass.NUMERICAL,
         evidence=[f"{pair.name} is {_gap(pair)}, within {limit}" for pair in found.pairs.values()],
-        not_proven=["a small systematic difference below the noise (a temperature of 0.9 can hide there)", *_missing_sides(found), *_copied(found)],
+        not_proven=[
+            "a small systematic difference below the noise (a temperature of 0.9 can hide there)",
+            *_missing_sides(found),
+            *_copied(found),
+        ],
     )
 
 
@@ -346,6 +352,18 @@ def _generation(found: _Evidence, path: list[DecisionStep], evidence: list[str],
 
 def _trainer(found: _Evidence, path: list[DecisionStep], evidence: list[str], not_proven: list[str]) -> Decision:
     """C stands alone and nothing names the cause: weights, unless they are known to be equal."""
+    pair = found.pairs.get("B-C") or found.pairs["A-C"]
+    if _few_far(pair, found.thresholds):
+        path.append(DecisionStep(question=_FEW.text, answer=f"yes, {pair.far} of {pair.tokens}"))
+        return _decision(
+            Branch.SCORING,
+            path,
+            side="C",
+            evidence=[*evidence, "other weights would move every token a little; here a few are far off and all others agree"],
+            not_proven=["that all weights are equal: one stale expert looks like this too", *not_proven],
+            next_step="Trace the worst tokens on both sides, and look first at discrete choices (`moe.topk_ids`)",
+        )
+    path.append(DecisionStep(question=_FEW.text, answer="no"))
     models = {side: _of_side(found, side, "models") for side in "BC"}
     adapters = {side: _of_side(found, side, "adapters") for side in "BC"}
     if models["B"] and models["C"]:
@@ -380,6 +398,14 @@ def _trainer(found: _Evidence, path: list[DecisionStep], evidence: list[str], no
         evidence=[*evidence, "the rollout engine agrees with itself, the trainer differs from it, and no known way of scoring explains it"],
         not_proven=["that the weights differ: no digests were given; extraction and kernels are not excluded", *not_proven],
     )
+
+
+def _few_far(pair: PairResult, thresholds: Thresholds) -> bool:
+    """Without its far tokens the pair would agree."""
+    rest = pair.tokens - len(pair.worst)
+    if pair.biased or pair.hidden or not 0 < pair.far <= min(len(pair.worst), max(1, _FEW_SHARE * pair.tokens)) or not rest:
+        return False
+    return (pair.logprob_mae * pair.tokens - sum(abs(place.difference) for place in pair.worst)) / rest <= limit_of(pair.noise, thresholds)
 
 
 def _of_side(found: _Evidence, side: str, what: str) -> tuple[str, ...]:
