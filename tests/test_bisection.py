@@ -466,7 +466,7 @@ def test_a_command_with_a_secret_is_refused(command: str, tmp_path: Path, monkey
 @pytest.mark.parametrize("command", ["TRACER_LEVEL=2 run", "cd x; export TRACER_OUT=y; run", "env TRACER_BOUNDARIES=embedding run"])
 def test_a_command_that_sets_what_steps_set_is_refused(command: str, tmp_path: Path) -> None:
     """A level, folder or boundaries set by the command itself would win over those of every step."""
-    with pytest.raises(UsageError, match="sets TRACER_[A-Z]+ itself"):
+    with pytest.raises(UsageError, match=r"sets TRACER_[A-Z]+ itself"):
         Bisection.start(tmp_path / "s", Session(command_a="true", command_b=command, cwd="/"))
 
 

@@ -122,7 +122,7 @@ def test_misuse_while_recording_is_refused(give: Callable[[Any], None], tmp_path
     assert (manifest.complete, manifest.counts.forwards) == (True, 2)
 
 
-@pytest.mark.parametrize(("scores", "good"), [([0.5], False), ([-1.0, 1e-3], False), ([-1.0, 1e-5], True), ([float("nan")], True), ([], True)])
+@pytest.mark.parametrize(("scores", "good"), [([0.5], False), ([-1, 1e-3], False), ([-1, 1e-5], True), ([float("nan")], True), ([], True)])
 def test_log_probabilities_are_not_above_0(scores: list[float], good: bool) -> None:
     """``scorer.logprobs`` above 0 by more than rounding has the code that reading gives it; other boundaries may hold anything."""
     values = torch.tensor(scores)

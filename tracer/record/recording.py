@@ -460,7 +460,8 @@ class Recorder:
     def _uncalled(self) -> str:
         """Why no forward was seen, as far as the calls of modules tell."""
         if outside := self.counted["outside-forward"]:
-            return f"{outside} calls of its modules came from elsewhere: call model(...), not model.forward(...) or a part like model.model(...)"
+            remedy = "call model(...), not model.forward(...) or a part like model.model(...)"
+            return f"{outside} calls of its modules came from elsewhere: {remedy}"
         return f"nothing called model(...); torch.compile(model)(...) is no such call: {_EAGER}"
 
     def counts(self) -> Counts:

@@ -73,7 +73,8 @@ def check_text(text: str, what: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UsageError(Code.BAD_ARGUMENT, f"{what} holds half a character", expected="text that UTF-8 can hold", found=ascii(text)) from None
+        found = ascii(text)
+        raise UsageError(Code.BAD_ARGUMENT, f"{what} holds half a character", expected="text that UTF-8 can hold", found=found) from None
 
 
 def read_request_names(names: object) -> list[str]:

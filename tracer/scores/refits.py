@@ -156,11 +156,11 @@ def _factor(task: _Task) -> Iterator[Refit]:
         factor = float(x_M[fit_M] @ y_M[fit_M]) / squares
         yield task.result(
             RefitKind.FACTOR,
-            f"{factor:.4g} times",
+            f"{factor:.3g} times",
             _mean(task.d_M[~fit_M]),
             _mean((x_M - factor * y_M)[~fit_M]),
             int(np.count_nonzero(~fit_M)),
-            f"{task.x.value} is {factor:.4g} times {task.y.value} at every token: log probabilities were scaled (a temperature scales logits)",
+            f"{task.x.value} is {factor:.3g} times {task.y.value} at every token: a temperature scales logits, not scores",
         )
 
 
