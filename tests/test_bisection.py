@@ -463,12 +463,30 @@ def test_a_command_with_a_secret_is_refused(command: str, tmp_path: Path, monkey
     Bisection.start(tmp_path / "s", Session(command_a="HF_TOKEN=$HUB_TOKEN run --api-key $KEY --max-tokens 100000", command_b="x", cwd="/"))
 
 
+@pytest.mark.parametrize("command", ["TRACER_LEVEL=2 run", "cd x; export TRACER_OUT=y; run", "env TRACER_BOUNDARIES=embedding run"])
+def test_a_command_that_sets_what_steps_set_is_refused(command: str, tmp_path: Path) -> None:
+    """A level, folder or boundaries set by the command itself would win over those of every step."""
+    with pytest.raises(UsageError, match=r"sets TRACER_[A-Z]+ itself"):
+        Bisection.start(tmp_path / "s", Session(command_a="true", command_b=command, cwd="/"))
+
+
 @pytest.mark.parametrize(("field", "value"), [("tolerance", "ulps=4"), ("tolerance", "much"), ("budget_seconds", float("nan"))])
 def test_bad_limits_are_refused(field: str, value: Any, recorded: Path, tmp_path: Path) -> None:
     """A tolerance that cannot hold before the last step, one that cannot be read and a budget that is no time are refused at the start."""
     with pytest.raises(UsageError):
         Bisection.start(tmp_path / "s", session_of(recorded, **{field: value}))
     assert not (tmp_path / "s").exists()
+
+
+def test_a_mistake_in_a_command_is_mended_by_a_reset(tmp_path: Path) -> None:
+    """A reset takes other commands, checked like the first ones; the side that is not named keeps its own."""
+    bisection = Bisection.start(tmp_path / "s", Session(command_a="pythn side.py", command_b="b", cwd="/"))
+    with pytest.raises(UsageError, match="holds a secret"):
+        bisection.reset("run --api-key abcdef1")
+    assert Bisection(tmp_path / "s").session.command_a == "pythn side.py"
+    bisection.reset("python side.py")
+    session = Bisection(tmp_path / "s").session
+    assert (session.command_a, session.command_b, session.status) == ("python side.py", "b", SessionStatus.OPEN)
 
 
 def test_bad_folders_are_refused(recorded: Path, tmp_path: Path) -> None:

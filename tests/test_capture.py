@@ -439,10 +439,20 @@ def test_a_trace_without_a_forward_is_vacuous(tmp_path: Path, capsys: pytest.Cap
     """If the model never ran, no boundary passes, and the end says so."""
     with traced(tmp_path, SmallModel()):
         pass
-    assert {boundary.reason for boundary in manifest_of(tmp_path).boundaries} == {"no forward ran"}
+    (reason,) = {boundary.reason for boundary in manifest_of(tmp_path).boundaries}
+    assert reason.startswith("no forward ran: nothing called model(...); torch.compile(model)(...) is no such call")
     count = len(manifest_of(tmp_path).boundaries)
-    said = f"proves nothing at input.ids (and {count - 1} more): no forward ran\n"
+    said = f"proves nothing at input.ids (and {count - 1} more): {reason}\n"
     assert capsys.readouterr().err == f"tracer: {tmp_path / 'trace'} {said}"
+
+
+def test_a_model_whose_call_is_gone_around_is_vacuous(tmp_path: Path) -> None:
+    """``model.forward(...)`` or a part of the model runs modules but no forward: the reason counts them and says what to call."""
+    model = SmallModel()
+    with torch.no_grad(), traced(tmp_path, model):
+        model.forward(**BATCH)
+    (reason,) = {boundary.reason for boundary in manifest_of(tmp_path).boundaries if boundary.name == "embedding"}
+    assert "call model(...), not model.forward(...) or a part like model.model(...)" in reason
 
 
 def test_a_module_that_never_ran_is_vacuous(tmp_path: Path) -> None:
@@ -715,8 +725,8 @@ def test_a_module_that_another_thread_calls_is_no_part_of_a_forward(tmp_path: Pa
     assert recorded.rows == record(tmp_path / "plain", SmallModel(), BATCH).rows
 
 
-def test_an_exception_beside_the_model_makes_the_trace_incomplete(tmp_path: Path) -> None:
-    """What ends the block early is named in the manifest."""
+def test_an_exception_beside_the_model_makes_the_trace_incomplete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What ends the block early is named in the manifest; stderr, where its own text follows, has its kind only."""
 
     def run() -> None:
         with traced(tmp_path, model := SmallModel()):
@@ -726,6 +736,7 @@ def test_an_exception_beside_the_model_makes_the_trace_incomplete(tmp_path: Path
     with pytest.raises(KeyError):
         run()
     assert manifest_of(tmp_path).incomplete_reason == "the traced program raised KeyError: 'lost'"
+    assert capsys.readouterr().err == f"tracer: {tmp_path / 'trace'} is incomplete: the traced program raised KeyError\n"
 
 
 def test_a_folder_that_vanishes_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,9 +23,11 @@ def test_a_session_from_start_to_reset(tmp_path: Path, capsys: pytest.CaptureFix
     assert "step 1, coarse" in capsys.readouterr().err
     assert run_tracer("bisect", "log", folder) == 0
     assert "0002-coarse-b" in capsys.readouterr().out
-    assert run_tracer("bisect", "reset", folder) == 0
+    assert run_tracer("bisect", "reset", folder, "--b", "pythn side.py") == 0
     assert run_tracer("bisect", "status", folder) == 2
     assert "invalidated" in capsys.readouterr().out
+    assert run_tracer("bisect", "next", folder) == 2
+    assert f"tracer bisect reset {folder} --a COMMAND or --b COMMAND" in " ".join(capsys.readouterr().out.split())
     assert run_tracer("bisect", "start", folder, "--a", command, "--b", command) == 2
     assert "out-in-use" in capsys.readouterr().err
 

@@ -10,7 +10,22 @@ from pathlib import Path
 import pytest
 
 from tracer.sessions import commands
-from tracer.sessions.commands import run_command
+from tracer.sessions.commands import run_command, sets_variable
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["A=1 x", "cd y && A=1 x", "env -i A=1 x", "export B=2 A='1'; x", 'bash -c "A=1 x"', "A=$AB x", "unset A; x", "env -u A x", "A+=1 x"],
+)
+def test_a_command_that_sets_a_variable_itself(command: str) -> None:
+    """Every way of giving a variable another value, or none, inside the command is seen."""
+    assert sets_variable(command, "A")
+
+
+@pytest.mark.parametrize("command", ["x", "BA=1 x", "x --A=1", "A=$A x", 'A="${A:-1}" x', "x $A", "x A.b=1", "unset B; x A", "A_B=1 x"])
+def test_a_command_that_leaves_a_variable_alone(command: str) -> None:
+    """Other names, options, and a value made of the variable itself let what is set for the command arrive."""
+    assert not sets_variable(command, "A")
 
 
 def test_output_status_and_environment(tmp_path: Path) -> None:

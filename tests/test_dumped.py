@@ -11,6 +11,7 @@ import tracer
 from tests.playback import Cut, Full, Rank, Stage, batch, cut, even, padded, tensor_parallel
 from tracer.errors import Code, TracerError
 from tracer.read.dumped import read_dumps
+from tracer.read.inventory import take_inventory
 from tracer.read.load import verify_trace
 
 DUMP = ["layers.1.attn.q", "layers.1.attn.out", "layers.1.moe.topk_ids", "layers.1.moe.expert_out", "layers.1.residual"]
@@ -71,7 +72,7 @@ def test_what_cannot_be_joined_is_named(full: Full, tmp_path: Path) -> None:
 
 
 def test_an_altered_dump_is_never_used(full: Full, tmp_path: Path) -> None:
-    """A changed byte fails the checksum, in reading, in a comparison and in verify; a missing file too."""
+    """A changed byte fails the checksum, in reading, in a comparison, in verify and in show; a missing file too."""
     out = Stage(tmp_path).plain("b", full, dump="layers.1.residual")
     (file,) = (out / "dumps").iterdir()
     whole = verify_trace(out)
@@ -83,7 +84,10 @@ def test_an_altered_dump_is_never_used(full: Full, tmp_path: Path) -> None:
             read(out)
         assert caught.value.code is Code.CHECKSUM_MISMATCH
     assert [problem.code for problem in verify_trace(out).problems] == ["checksum-mismatch"]
+    shown = take_inventory(str(out))
+    assert (shown.complete, [problem.code for problem in shown.problems]) == (False, ["checksum-mismatch"])
     file.unlink()
+    assert [problem.code for problem in take_inventory(str(out)).problems] == ["shard-incomplete"]
     with pytest.raises(TracerError) as caught:
         read_dumps(out)
     assert caught.value.code is Code.SHARD_INCOMPLETE

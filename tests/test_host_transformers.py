@@ -356,6 +356,20 @@ def test_generate_that_compiles_is_refused_at_once(model: Any) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("keyword", [True, False])
+def test_a_forward_that_passes_everything_on(keyword: bool, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A subclass whose forward takes ``*a, **k`` is read by the names of the class that it derives from."""
+
+    class Passing(type(model)):  # type: ignore[misc]
+        def forward(self, *a: Any, **k: Any) -> Any:
+            return super().forward(*a, **k)
+
+    monkeypatch.setattr(model, "__class__", Passing)
+    with HostDriver(model) as driver:
+        model(input_ids=make_ids(1, 4)) if keyword else model(make_ids(1, 4))
+    assert driver.rows() == [("f0.r0.d0", position) for position in range(4)]
+
+
 # ------------------------------------------------------------------------------------------------ logits
 
 

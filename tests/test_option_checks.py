@@ -12,8 +12,16 @@ import torch
 
 import tracer
 from tests.small_model import SmallHost, SmallModel, read_back, small_map
-from tracer.errors import Code, UsageError
-from tracer.record.option_checks import position_filter, read_boundaries, read_level, read_tokens, rows_by_hand, weights_mode
+from tracer.errors import Code, ScoreError, UsageError
+from tracer.record.option_checks import (
+    check_by_hand,
+    position_filter,
+    read_boundaries,
+    read_level,
+    read_tokens,
+    rows_by_hand,
+    weights_mode,
+)
 
 REFUSED: list[tuple[str, Any]] = [
     *(("tokens", value) for value in (5, "x", True, [1.5], [], [-1], slice("a"), slice(0, 5, 0), slice(3, 3), slice(-4, None))),
@@ -87,6 +95,11 @@ def test_rows_by_hand_have_positions() -> None:
         lambda t: t.record("x", 1.0),
         lambda t: t.record("", [1.0]),
         lambda t: t.record(5, [1.0]),
+        lambda t: t.record("../x", [1.0]),
+        lambda t: t.record("a\ud800", [1.0]),
+        lambda t: t.record("x", [1.0] * 4),
+        lambda t: t.policy("a\ud800"),
+        lambda t: t.requests(["a\ud800"]),
         lambda t: t.record("x", [1.0], positions=[0.5]),
         lambda t: t.record("x", [1.0], positions=["a"]),
         lambda t: t.record("x", [1.0], positions=[1, 2]),
@@ -107,3 +120,16 @@ def test_misuse_while_recording_is_refused(give: Callable[[Any], None], tmp_path
     assert (caught.value.code, bool(caught.value.expected), bool(caught.value.found)) == (Code.BAD_ARGUMENT, True, True)
     manifest = read_back(tmp_path / "trace").manifest
     assert (manifest.complete, manifest.counts.forwards) == (True, 2)
+
+
+@pytest.mark.parametrize(("scores", "good"), [([0.5], False), ([-1, 1e-3], False), ([-1, 1e-5], True), ([float("nan")], True), ([], True)])
+def test_log_probabilities_are_not_above_0(scores: list[float], good: bool) -> None:
+    """``scorer.logprobs`` above 0 by more than rounding has the code that reading gives it; other boundaries may hold anything."""
+    values = torch.tensor(scores)
+    check_by_hand("my.scores", values, np.arange(len(scores)), 0)
+    if good:
+        check_by_hand("scorer.logprobs", values, np.arange(len(scores)), 0)
+        return
+    with pytest.raises(ScoreError) as caught:
+        check_by_hand("scorer.logprobs", values, np.arange(len(scores)), 0)
+    assert caught.value.code is Code.SCORES_POSITIVE

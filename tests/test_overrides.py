@@ -20,6 +20,15 @@ def test_variables_take_the_arguments_place() -> None:
     assert overridden("auto", 0, None, environment) == ("llama", 2, ["embedding", "layers.*.residual"])
 
 
+def test_a_variable_that_means_nothing_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """A misspelt variable is named with the one that may be meant, and not again; those of tracer's own are not."""
+    environment = {"TRACER_LEVLE": "2", "TRACER_RUN_ID": "x", "TRACER_DEBUG": "1"}
+    overridden("auto", 1, None, environment)
+    assert capsys.readouterr().err == "tracer: the variable TRACER_LEVLE means nothing; did you mean TRACER_LEVEL?\n"
+    overridden("auto", 1, None, environment)
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("text", ["3", "-1", "two", "1.0"])
 def test_a_level_that_is_none_is_refused(text: str) -> None:
     """Anything but 0, 1 and 2 has a typed error that names the variable."""

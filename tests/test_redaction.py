@@ -38,6 +38,8 @@ def test_values_of_secret_variables_leave_a_text() -> None:
         ("python x.py --verbose --api-key 'abc def' --seed 3", "python x.py --verbose --api-key <redacted> --seed 3"),
         ('A_SECRET="abcdef1" x; export B_TOKEN=abcdef1', "A_SECRET=<redacted> x; export B_TOKEN=<redacted>"),
         ('HF_TOKEN=$T x --api-key "$KEY" --token ${T}', 'HF_TOKEN=$T x --api-key "$KEY" --token ${T}'),
+        ("SIDE=a x --token=abcdef1 --password abcdef1", "SIDE=a x --token=<redacted> --password <redacted>"),
+        ("OPENAI_API_KEY=sk-abcdef1 python x.py", "OPENAI_API_KEY=<redacted> python x.py"),
         ("x --max-tokens 1000000 --tokenizer org/name key.py", "x --max-tokens 1000000 --tokenizer org/name key.py"),
     ],
 )

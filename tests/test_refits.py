@@ -40,6 +40,10 @@ def places(a: F64) -> F64:
     return a
 
 
+def above_everywhere(a: F64) -> F64:
+    return np.minimum(a + np.random.default_rng(2).uniform(0.1, 1.0, a.shape), -0.001)
+
+
 CASES: dict[str, tuple[Callable[[F64], F64], RefitKind, str]] = {
     "offset": (offset, RefitKind.OFFSET, "nats on every token"),
     "offset from the second token": (offset_from_one, RefitKind.OFFSET, "from response token 1 on"),
@@ -52,7 +56,8 @@ CASES: dict[str, tuple[Callable[[F64], F64], RefitKind, str]] = {
         RefitKind.CHUNKS,
         "chunks [0, 3, 1, 2]",
     ),
-    "above everywhere": (lambda a: np.minimum(0.3 * a, -0.001), RefitKind.KEPT_SET, "A - B0 from"),
+    "above everywhere": (above_everywhere, RefitKind.KEPT_SET, "A - B0 from"),
+    "scaled": (lambda a: 0.7 * a, RefitKind.FACTOR, "0.7 times"),
 }
 
 

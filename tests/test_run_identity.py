@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tracer.errors import UsageError
 from tracer.record.run_identity import agree_on_run
 
 ROOT = Path(__file__).parent.parent
@@ -57,3 +58,10 @@ def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACER_RUN_ID", "run-7")
     run = agree_on_run("here", "small")
     assert (run.run_id, run.out, run.named) == ("run-7", Path("there"), True)
+
+
+def test_an_empty_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``TRACER_OUT`` that is set and empty is refused: the trace would lie where nobody looks."""
+    monkeypatch.setenv("TRACER_OUT", "")
+    with pytest.raises(UsageError, match="TRACER_OUT is empty"):
+        agree_on_run("here", "small")

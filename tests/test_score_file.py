@@ -119,6 +119,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
         with pytest.raises(ScoreError) as refusal:
             write_scores(tmp_path / "b.safetensors", wrong)
         assert refusal.value.code is code
+    assert "(first in " in refusal.value.found
     assert not (tmp_path / "b.safetensors").exists()
 
 

@@ -108,9 +108,13 @@ def skip(folder: Folder, boundary: Annotated[str, typer.Argument(metavar="BOUNDA
 
 
 @app.command()
-def reset(folder: Folder) -> None:
-    """Start the search anew. Earlier steps stay in the folder, marked."""
-    _opened(folder).reset()
+def reset(
+    folder: Folder,
+    a: Annotated[str, typer.Option("--a", metavar="COMMAND", help="Another command for side A, for one with a mistake in it.")] = "",
+    b: Annotated[str, typer.Option("--b", metavar="COMMAND", help="Another command for side B.")] = "",
+) -> None:
+    """Start the search anew, with other commands where they are given. Earlier steps stay in the folder, marked."""
+    _opened(folder).reset(a.strip(), b.strip())
     typer.echo(f"the search starts anew; next  tracer bisect run {folder}")
 
 

@@ -104,7 +104,9 @@ def _columns(target: Path, records: list[ScoreRecord]) -> Iterable[tuple[str, tu
         scores = [record.scores[name] for record in records if name in record.scores]
         dtypes = sorted({score.dtype for score in scores})
         if len(dtypes) > 1:
-            raise _invalid(target, f"score {name.value} has one dtype per file", "one dtype", ", ".join(dtypes))
+            first = {record.scores[name].dtype: record.request for record in reversed(records) if name in record.scores}
+            found = ", ".join(f"{dtype} (first in {first[dtype]})" for dtype in dtypes)
+            raise _invalid(target, f"score {name.value} has one dtype per file", "one dtype", found)
         if scores:
             values = np.concatenate([score.value_R for score in scores])
             yield name.value, (SCORE_DTYPES[dtypes[0]], _narrow(values, dtypes[0]))

@@ -67,6 +67,8 @@ SCORES_VERSION = 1
 SCORES_METADATA_KEY = "tracer.scores"
 SCORE_DTYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"}
 """torch's name without the prefix -> safetensors dtype."""
+MOST_NATS = {"float64": 1e-6, "float32": 1e-4, "float16": 2**-4, "bfloat16": 2**-4}
+"""A log probability may be this much above 0 by rounding in its dtype."""
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]

@@ -107,7 +107,8 @@ class TransformersHost:
         self._parts: dict[str, tuple[tuple[Span, ...], ...]] = {}
         self._caches = CacheWatch()
         self._inputs = InputReader(self._model)
-        self._signature = inspect.signature(type(self._model).forward)
+        self._signature = _forward_signature(type(self._model))
+        self._others = next((name for name, given in self._signature.parameters.items() if given.kind is given.VAR_KEYWORD), "")
         head = self._model.get_output_embeddings()
         self._logit_modules = {path for path, module in self._modules.items() if module is head}
         self._registry: SequenceRegistry | None = None
@@ -185,7 +186,7 @@ class TransformersHost:
             given = dict(self._signature.bind(self._model, *args, **kwargs).arguments)
         except TypeError:
             return SkippedForward("the call does not fit the model's forward")
-        given.update(given.pop("kwargs", {}))
+        given.update(given.pop(self._others, {}))
         ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
         shown = ids if ids is not None else embeds
         if not isinstance(shown, torch.Tensor) or shown.ndim < 2:
@@ -321,6 +322,14 @@ class TransformersHost:
         """Paths at or below a wrapper of the kind that has ``attribute``."""
         tops = [path for path, wrappers in self._wrappers.items() if any(hasattr(wrapper, attribute) for wrapper in wrappers)]
         return {path for path in self._modules for top in tops if path == top or not top or path.startswith(f"{top}.")}
+
+
+def _forward_signature(kind: type) -> inspect.Signature:
+    """Of a model's forward: of the nearest class whose own names its arguments, instead of only passing them on (``*args, **kwargs``)."""
+    signatures = [inspect.signature(base.__dict__["forward"]) for base in kind.__mro__ if "forward" in base.__dict__]
+    passed_on = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [each for each in signatures if any(given.kind not in passed_on for given in list(each.parameters.values())[1:])]
+    return (named or signatures)[0]
 
 
 def _is_library_model(module: torch.nn.Module) -> bool:

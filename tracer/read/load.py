@@ -93,9 +93,6 @@ def verify_trace(path: str | os.PathLike[str], *, progress: Progress | None = No
     """Check everything about a trace and report all that is wrong, not only the first. Raises ``UsageError`` (not-a-trace)."""
     root = _trace_folder(path)
     shards, size = _inspect(root, True, progress)
-    problems = [_problem(error) for error in _problems(shards)]
-    whole = [shard for shard in shards if shard.manifest is not None and not shard.problems]
-    problems += [_problem(error) for shard in whole for error in _dump_problems(root, shard)]
     trace = _assemble(root, shards)
     segments = [segment for shard in shards for segment in shard.segments]
     return VerifyReport(
@@ -108,17 +105,24 @@ def verify_trace(path: str | os.PathLike[str], *, progress: Progress | None = No
         bytes=size + sum(info.size_bytes for shard in shards if shard.manifest is not None for info in shard.manifest.dumps),
         rows=sum(segment.file.lines["rows.sequence"] for segment in segments),
         fingerprints=sum(segment.file.lines["digest"] for segment in segments),
-        problems=tuple(problems),
+        problems=_all_problems(root, shards),
         findings=trace.findings,
     )
 
 
 def survey_trace(path: str | os.PathLike[str], *, progress: Progress | None = None) -> tuple[TraceFiles, tuple[Problem, ...]]:
-    """Open a trace as far as it can be read, and everything that is wrong with its committed files. As ``load_trace``
-    otherwise; raises ``UsageError`` (not-a-trace) only."""
+    """Open a trace as far as it can be read, and everything that is wrong with its committed files, dumps among them. As
+    ``load_trace`` otherwise; raises ``UsageError`` (not-a-trace) only."""
     root = _trace_folder(path)
     shards, _ = _inspect(root, True, progress)
-    return _assemble(root, shards), tuple(_problem(error) for error in _problems(shards))
+    return _assemble(root, shards), _all_problems(root, shards)
+
+
+def _all_problems(root: Path, shards: Iterable[Shard]) -> tuple[Problem, ...]:
+    """What is wrong with committed shards, then with the dumps of those that are whole."""
+    whole = [shard for shard in shards if shard.manifest is not None and not shard.problems]
+    dumps = (error for shard in whole for error in _dump_problems(root, shard))
+    return tuple(map(_problem, (*_problems(shards), *dumps)))
 
 
 def _problems(shards: Iterable[Shard]) -> Iterator[TraceFormatError]:

@@ -35,7 +35,7 @@ from tracer.record.host import Host
 from tracer.record.intervention_plan import needed_boundaries, plan_interventions, told_interventions
 from tracer.record.interventions import Feed, Intervention, Nudge, unreached
 from tracer.record.map_entries import BoundaryMap
-from tracer.record.option_checks import position_filter, read_boundaries, read_tokens, rows_by_hand, weights_mode
+from tracer.record.option_checks import check_by_hand, check_name, position_filter, read_boundaries, read_tokens, rows_by_hand, weights_mode
 from tracer.record.options import TraceOptions
 from tracer.record.outbox import Outbox
 from tracer.record.readers import SourceReader
@@ -43,7 +43,7 @@ from tracer.record.recompute import in_backward
 from tracer.record.recording import Recorder
 from tracer.record.run_identity import RunIdentity, agree_on_run
 from tracer.record.tallies import reason_of
-from tracer.record.tokens import SequenceRegistry
+from tracer.record.tokens import SequenceRegistry, check_text
 from tracer.record.weight_dumps import differing_weight, dump_weights, planned_weights
 from tracer.record.weights import WeightSnapshot, fingerprint_weights, weights_changed
 
@@ -122,15 +122,16 @@ class Trace:
         """Name the sequences of the next forward: one name per batch row (per document of packed rows, in order; beams and
         ``num_return_sequences`` are rows of their own), "" for none.
 
-        Raises UsageError (bad-argument) for what is no list of strings, and for a name given twice. Another number of
+        Raises UsageError (bad-argument) for what is no list of strings, for half a character, and for a name given twice. Another number of
         names than sequences leaves them nameless; that, names that no forward took, and names replaced before one did
         are noted in the trace."""
         self._need(self._recording)
         self._registry.name_requests(names)
 
     def policy(self, version: str | int) -> None:
-        """Mark what follows as computed by this policy version."""
+        """Mark what follows as computed by this policy version. Raises UsageError (bad-argument) for half a character."""
         self._need(self._recording)
+        check_text(str(version), "a policy version")
         self._policies.append(PolicyMark(forward=self._recorder.forwards, version=str(version)))
 
     def record(
@@ -142,13 +143,16 @@ class Trace:
         ``positions``: (N,) positions in the sequence, by default 0 to N - 1. Scores recorded by hand replace derived ones; give them
         before the second forward begins.
 
-        Raises UsageError (bad-argument): unknown sequence, wrong shapes, a boundary that is recorded already."""
+        Raises UsageError (bad-argument): unknown sequence, wrong shapes, rows behind its last token, a name that is none, a boundary
+        that is recorded already; ScoreError (scores-positive)."""
         self._need(self._recording)
-        if not isinstance(name, str) or not name:
-            raise UsageError(Code.BAD_ARGUMENT, "t.record needs the name of a boundary", expected="a string", found=repr(name))
+        check_name(name)
         values, position_N = rows_by_hand(tensor, positions)
         if not self._stop_reason:
-            self._recorder.record_by_hand(name, values, self._find_sequence(sequence), position_N)
+            found = self._find_sequence(sequence)
+            whole = self._host.mesh().world_size == 1  # else other processes may know more of it
+            check_by_hand(name, values, position_N, self._registry.length(found) if whole else 0)
+            self._recorder.record_by_hand(name, values, found, position_N)
 
     def _find_sequence(self, name: str | None) -> int:
         registry = self._registry
@@ -414,8 +418,10 @@ class Trace:
             self._stop(_FORKED)
             self._stack.close()
             return None
+        raised = ""
         if error is not None:
-            self._incomplete = self._incomplete or f"the traced program raised {reason_of(error)}"
+            raised = f"the traced program raised {reason_of(error)}"
+            self._incomplete = self._incomplete or raised
         if self._depth:
             self._interrupted()
         failure: Exception | None = None
@@ -426,7 +432,8 @@ class Trace:
             failure = caught
             self._incomplete = f"the trace could not be committed: {reason_of(caught)}"
         if self._incomplete:
-            print(f"tracer: {self._identity.out} is incomplete: {self._incomplete}", file=sys.stderr)
+            said = f"the traced program raised {type(error).__name__}" if self._incomplete == raised else self._incomplete
+            print(f"tracer: {self._identity.out} is incomplete: {said}", file=sys.stderr)
         elif not self._identity.named:
             print(f"tracer: wrote {self._identity.out}", file=sys.stderr)
         if self._vacuous and not self._incomplete:

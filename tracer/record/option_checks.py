@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import operator
 import os
+import re
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
 
-from tracer.errors import Code, UsageError
+from tracer.errors import Code, ScoreError, UsageError
+from tracer.format.score_records import MOST_NATS
 from tracer.record.forward_record import PositionFilter
 from tracer.record.host import IntArray
 from tracer.record.map_entries import BoundaryMap
 
 __all__ = [
+    "check_by_hand",
     "check_map",
+    "check_name",
     "check_path",
     "check_pin",
     "position_filter",
@@ -112,6 +116,31 @@ def check_pin(pin: object) -> None:
         raise _refused("pin= names the trace that choices are held to", '{"*.moe.topk_ids": DIR}', pin)
     for path in pin.values() if isinstance(pin, Mapping) else ():
         check_path(path, "pin")
+
+
+_BOUNDARY_NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
+
+
+def check_name(name: object) -> None:
+    """The name of a boundary of the user's own."""
+    if not isinstance(name, str) or not _BOUNDARY_NAME.fullmatch(name):
+        raise _refused("t.record needs the name of a boundary", "letters, digits, _ and -, with dots between parts: my.value_head", name)
+
+
+def check_by_hand(name: str, values: torch.Tensor, position_N: IntArray, tokens: int) -> None:
+    """What is recorded by hand of one sequence can be so. ``tokens``: how many it has, 0 where that is not known. Raises UsageError
+    (bad-argument) for rows behind its last token, ScoreError (scores-positive) for log probabilities above 0."""
+    if tokens and len(position_N) and position_N.max() >= tokens:
+        raise UsageError(
+            Code.BAD_ARGUMENT, f"{name} has rows behind the last token of the sequence", expected=f"positions from 0 to {tokens - 1}",
+            found=f"{len(position_N)} rows, up to position {position_N.max()}", remedy="record after the forward, without padding",
+        )  # fmt: skip
+    most = float(values.detach().max()) if name == "scorer.logprobs" and values.numel() else 0.0
+    if most > MOST_NATS.get(str(values.dtype).removeprefix("torch."), 0.0):
+        raise ScoreError(
+            Code.SCORES_POSITIVE, f"{name} is above 0, so it is no log probability", expected="0 or less", found=f"{most:.6g}",
+            remedy="give log probabilities, not probabilities, logits or negative log-likelihoods",
+        )  # fmt: skip
 
 
 def rows_by_hand(values: object, positions: object) -> tuple[torch.Tensor, IntArray]:

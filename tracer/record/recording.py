@@ -57,6 +57,7 @@ _COUNTED = {
     "scores-dropped": "{n} last rows waited too long for their next token; their log probability was not recorded",
 }
 _BY_HAND = "recorded by hand"
+_EAGER = 'run it under torch.compiler.set_stance("force_eager")'
 
 
 class Saver(Protocol):
@@ -448,13 +449,20 @@ class Recorder:
         """Every boundary with its verdict. ``weights``: semantic names per boundary; ``declared``: rows the host never computed."""
         modules = {source.boundary: source.module for source in self._plan.sources if source.derived != "host"}
         skipped = "; ".join(f"{n} skipped: {reason}" for reason, n in self._skipped_forwards.items())
-        no_forward = skipped or self._host.compiled_reason("")
+        no_forward = skipped or self._host.compiled_reason("") or self._uncalled()
         finished = []
         for name, tally in self.tallies.items():
             silent = "" if tally.executions or name not in modules else self._host.compiled_reason(modules[name])
             boundary = tally.finish(self.forwards, self.rows, silent if self.forwards else no_forward, declared, self._registry)
             finished.append(msgspec.structs.replace(boundary, weights=weights.get(name, boundary.weights)))
         return tuple(finished)
+
+    def _uncalled(self) -> str:
+        """Why no forward was seen, as far as the calls of modules tell."""
+        if outside := self.counted["outside-forward"]:
+            remedy = "call model(...), not model.forward(...) or a part like model.model(...)"
+            return f"{outside} calls of its modules came from elsewhere: {remedy}"
+        return f"nothing called model(...); torch.compile(model)(...) is no such call: {_EAGER}"
 
     def counts(self) -> Counts:
         """Totals of this process."""

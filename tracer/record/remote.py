@@ -25,7 +25,7 @@ from tracer.record.map_entries import BoundaryMap
 from tracer.record.options import TraceOptions
 from tracer.record.run_identity import RunIdentity, agree_on_run
 from tracer.record.tallies import reason_of
-from tracer.record.tokens import read_request_names
+from tracer.record.tokens import check_text, read_request_names
 
 __all__ = ["OpenReference", "Processes", "RemoteTrace", "TraceServer"]
 
@@ -105,6 +105,7 @@ class RemoteTrace:
 
     def policy(self, version: str | int) -> None:
         """What follows was computed with this version of the policy."""
+        check_text(str(version), "a policy version")
         self._tell("policy", str(version))
 
     def record(self, name: str, values: Any, *, sequence: str | None = None, positions: Sequence[int] | None = None) -> None:
@@ -141,7 +142,8 @@ class RemoteTrace:
             failure, reasons = caught, {f"the processes that record did not answer: {reason_of(caught)}"}
         incomplete = "; ".join(sorted(reasons))
         if incomplete:
-            print(f"tracer: {self._identity.out} is incomplete: {incomplete}", file=sys.stderr)
+            said = f"the traced program raised {type(error).__name__}" if incomplete == why else incomplete
+            print(f"tracer: {self._identity.out} is incomplete: {said}", file=sys.stderr)
         elif not self._identity.named:
             print(f"tracer: wrote {self._identity.out}", file=sys.stderr)
         if refusals and error is None:

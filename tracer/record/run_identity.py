@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch.distributed
 
+from tracer.errors import Code, UsageError
+
 __all__ = ["RunIdentity", "agree_on_run"]
 
 _agreed = 0
@@ -30,8 +32,13 @@ def agree_on_run(out: str | os.PathLike[str] | None, host: str) -> RunIdentity:
 
     ``TRACER_OUT`` overrides ``out``; without either the folder is ``traces/<UTC>-<host>-<run id>``. The run id is
     ``TRACER_RUN_ID``; else what the first process put into the store of the default process group, where there is one
-    (all processes must then enter the same traces in the same order); else random.
+    (all processes must then enter the same traces in the same order); else random. Raises UsageError (bad-argument) where
+    ``TRACER_OUT`` is set and empty: a script that forgot to fill it in would write elsewhere.
     """
+    if os.environ.get("TRACER_OUT") == "":
+        raise UsageError(
+            Code.BAD_ARGUMENT, "TRACER_OUT is empty", expected="a folder", found="''", remedy="unset it, so that out= or the default holds"
+        )
     chosen = os.environ.get("TRACER_OUT") or (os.fspath(out) if out is not None else "")
     stamp, run_id = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ"), secrets.token_hex(4)
     stamp, run_id = _first_of_all(chosen, f"{stamp} {run_id}").split(" ")

@@ -27,6 +27,7 @@ from tracer.record.host import IntArray, Rows
 __all__ = [
     "DocumentLengths",
     "SequenceRegistry",
+    "check_text",
     "document_rows",
     "documents_from_cu_seqlens",
     "documents_from_lengths",
@@ -67,9 +68,18 @@ def read_lengths(given: object) -> DocumentLengths:
     return rows
 
 
+def check_text(text: str, what: str) -> None:
+    """Raises UsageError (bad-argument) for text that no file can hold: half of a character, as a wrong decoding leaves it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        found = ascii(text)
+        raise UsageError(Code.BAD_ARGUMENT, f"{what} holds half a character", expected="text that UTF-8 can hold", found=found) from None
+
+
 def read_request_names(names: object) -> list[str]:
-    """What ``t.requests`` was given, as a list. Raises UsageError (bad-argument) for anything but strings, and for a name
-    given twice: it would say of two sequences that they are one request."""
+    """What ``t.requests`` was given, as a list. Raises UsageError (bad-argument) for anything but strings, for one that
+    no file can hold, and for a name given twice: it would say of two sequences that they are one request."""
     told = None if isinstance(names, str) or not isinstance(names, Iterable) else list(names)
     if told is None or not all(isinstance(name, str) for name in told):
         raise UsageError(
@@ -78,6 +88,8 @@ def read_request_names(names: object) -> list[str]:
             expected='a list of strings, "" for a sequence without a name',
             found=repr(names if told is None else told)[:200],
         )
+    for name in told:
+        check_text(name, "a name given to t.requests")
     twice = [name for name, count in Counter(told).items() if name and count > 1]
     if twice:
         raise UsageError(
@@ -314,6 +326,10 @@ class SequenceRegistry:
         starts = [0, *breaks.tolist()]
         for start, stop in zip(starts, [*starts[1:], len(id_N)], strict=True):
             self.record_ids(int(sequence_N[start]), int(position_N[start]), id_N[start:stop])
+
+    def length(self, sequence: int) -> int:
+        """Tokens of a sequence up to the last one whose id is known; 0 where none is."""
+        return int(np.flatnonzero(self._known[sequence].known_T).max(initial=-1)) + 1
 
     def look_up(self, sequence_N: IntArray, position_N: IntArray) -> tuple[IntArray, BoolArray]:
         """Token ids at (sequence, position) and whether they are known: both (N,)."""

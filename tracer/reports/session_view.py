@@ -91,7 +91,7 @@ def _next(session: Session, folder: str) -> str:
         case SessionStatus.DONE:
             return f"tracer bisect report {folder} --html report.html"
         case SessionStatus.STOPPED:
-            return f"mend the cause, then tracer bisect run {folder} (or tracer bisect reset {folder} to begin again)"
+            return f"mend the cause, then tracer bisect run {folder} (a command: tracer bisect reset {folder} --a COMMAND or --b COMMAND)"
         case SessionStatus.OPEN:
             return f"tracer bisect run {folder}"
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tracer.errors import Code, ScoreError
-from tracer.format.score_records import Logits, Score, ScoreInfo, ScoreName, ScoreRecord
+from tracer.format.score_records import MOST_NATS, Logits, Score, ScoreInfo, ScoreName, ScoreRecord
 
 __all__ = ["ScoreTable", "align_records", "place_text", "some_of"]
 
@@ -25,8 +25,6 @@ I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 _SHOWN = 5
-_POSITIVE_NATS = {"float64": 1e-6, "float32": 1e-4, "float16": 2**-4, "bfloat16": 2**-4}
-"""A log probability may be this much above 0 by rounding in its dtype."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,7 +214,7 @@ def _refuse_numbers(table: ScoreTable) -> None:
                 found=str(value_N[wrong[0]]),
                 remedy="-inf: a filter removed the token that was scored; NaN: missing, or computed from non-finite logits",
             )
-        limit = _POSITIVE_NATS.get(table.dtypes[name], 2**-4)
+        limit = MOST_NATS.get(table.dtypes[name], 2**-4)
         wrong = np.flatnonzero(table.valid_N & (value_N > limit))
         if len(wrong):
             raise ScoreError(

@@ -31,6 +31,7 @@ __all__ = ["LAST", "QUESTIONS", "Question", "decide_branch", "suspect_of"]
 _CLEARLY_SMALLER = 0.5
 _FEW_SHARE = 0.02
 _DEFINITION = {
+    RefitKind.FACTOR,
     RefitKind.LABELS,
     RefitKind.OWN_LOGITS,
     RefitKind.TEMPERATURE,

@@ -1,6 +1,6 @@
 """Causes that explain a difference: each is fitted on half of the tokens and tested on the other half.
 
-From scores alone: missing values filled with zero, a constant offset, scores moved by one token, chunks in another order,
+From scores alone: missing values filled with zero, a constant offset or factor, scores moved by one token, chunks in another order,
 fixed places that are wrong in every request, a renormalisation over a kept set (by its sign). With full logits of some rows
 (``full_logit_refits``) the rest.
 
@@ -76,7 +76,7 @@ def score_refits(table: ScoreTable, x: ScoreName, y: ScoreName, limit: float) ->
     at_M = np.flatnonzero(table.valid_N)
     d_N = table.values[x] - table.values[y]
     task = _Task(table, x, y, limit, at_M, d_N if len(at_M) == len(d_N) else d_N[at_M], halves(table, at_M))
-    tried = (_missing, _offset, _moved, _chunks, _places, _kept_set)
+    tried = (_missing, _offset, _factor, _moved, _chunks, _places, _kept_set)
     return [refit for attempt in tried for refit in attempt(task)]
 
 
@@ -145,6 +145,23 @@ def _offset(task: _Task) -> Iterator[Refit]:
         int(np.count_nonzero(~fit_M)),
         f"{task.x.value} is {task.y.value} {offset:+.4g} nats {which}",
     )
+
+
+def _factor(task: _Task) -> Iterator[Refit]:
+    """x = factor * y: a log probability was scaled after it was made. A temperature scales logits, and leaves no such thing."""
+    y_M = task.table.values[task.y][task.at_M]
+    x_M, fit_M = y_M + task.d_M, task.fit_M
+    squares = float(y_M[fit_M] @ y_M[fit_M])
+    if squares:
+        factor = float(x_M[fit_M] @ y_M[fit_M]) / squares
+        yield task.result(
+            RefitKind.FACTOR,
+            f"{factor:.3g} times",
+            _mean(task.d_M[~fit_M]),
+            _mean((x_M - factor * y_M)[~fit_M]),
+            int(np.count_nonzero(~fit_M)),
+            f"{task.x.value} is {factor:.3g} times {task.y.value} at every token: a temperature scales logits, not scores",
+        )
 
 
 def _moved(task: _Task) -> Iterator[Refit]:
@@ -269,7 +286,8 @@ def _kept_set(task: _Task) -> Iterator[Refit]:
         return
     broken = float(np.maximum(-d, 0).mean())
     spread = _mean(d - np.median(d))
-    one_sided = _share(d < -task.limit) <= _SIGN_SHARE and float(d.mean()) > 2 * task.limit and spread > task.limit
+    scaled = any(refit.matched for refit in _factor(task))
+    one_sided = _share(d < -task.limit) <= _SIGN_SHARE and float(d.mean()) > 2 * task.limit and spread > task.limit and not scaled
     yield task.result(
         RefitKind.KEPT_SET,
         f"{task.x.value} - {task.y.value} from {float(d.min()):.3g} to {float(d.max()):.3g} nats",

@@ -192,6 +192,7 @@ class RefitKind(str, Enum):
 
     MISSING = "missing scores filled with zero"
     OFFSET = "constant offset"
+    FACTOR = "constant factor"
     SHIFT = "scores moved by one token"
     LABELS = "labels shifted by one"
     CHUNKS = "chunks in another order"

@@ -32,13 +32,14 @@ from tracer.read.findings import DiffResult, Verdict
 from tracer.read.floor import Tolerance, parse_tolerance
 from tracer.read.logical import LogicalTrace
 from tracer.sessions.archive import Archive, Run, RunStatus, locked, read_state, write_state
-from tracer.sessions.commands import end_stragglers, run_command
+from tracer.sessions.commands import end_stragglers, run_command, sets_variable
 from tracer.sessions.frozen import look_at, moved_boundaries
 
 __all__ = ["SESSION_FILE", "Bisection", "Session", "SessionStatus", "Stage", "Step", "StepStatus", "bisect_traces"]
 
 SESSION_FILE = "session.json"
 _SIDES = ("a", "b")
+_SET_FOR_A_STEP = ("TRACER_OUT", "TRACER_LEVEL", "TRACER_BOUNDARIES", "TRACER_MAP", "TRACER_PLAN")
 
 
 class Stage(str, Enum):
@@ -106,7 +107,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
 
     def check(self) -> None:
         """Refuse what a session cannot begin with. Raises ``UsageError`` (bad-argument): an unreadable tolerance, a budget that is no
-        time, a command with a secret in it."""
+        time, a command with a secret in it, or one that sets what a step sets."""
         if self.limit().ulps:
             raise UsageError(
                 Code.BAD_ARGUMENT, "a session cannot hold its sides against ulps: only its last step has the bytes", found=self.tolerance,
@@ -120,6 +121,12 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
                     Code.BAD_ARGUMENT, "a command holds a secret, and the session keeps its commands",
                     expected="a reference to a variable of the environment", found=redact_values(redact_command(command), os.environ),
                     remedy="export the secret and write $NAME in its place, between single quotes",
+                )  # fmt: skip
+            own = next((name for name in _SET_FOR_A_STEP if sets_variable(command, name)), "")
+            if own:
+                raise UsageError(
+                    Code.BAD_ARGUMENT, f"a command sets {own} itself, which every step sets anew", expected=f"a command without {own}=",
+                    found=command, remedy="leave it out; --map MAP gives both sides a map" if own == "TRACER_MAP" else "leave it out",
                 )  # fmt: skip
 
     def limit(self) -> Tolerance:
@@ -240,10 +247,15 @@ class Bisection:
             self._invalidate(f"{boundary} was skipped", (*self.session.skipped, boundary))
         return self.session
 
-    def reset(self) -> Session:
-        """Start the search anew. Nothing is deleted: earlier steps stay in the archive, marked."""
+    def reset(self, command_a: str = "", command_b: str = "") -> Session:
+        """Start the search anew, with other commands where some are given. Nothing is deleted: earlier steps stay in the archive,
+        marked. Raises ``UsageError`` (bad-argument) as ``Session.check`` does."""
         with locked(self.folder):
             self.session = self._read()
+            given = {"command_a": command_a, "command_b": command_b}
+            session = msgspec.structs.replace(self.session, **{name: command for name, command in given.items() if command})
+            session.check()
+            self.session = session
             self._invalidate("the session was reset", ())
         return self.session
 

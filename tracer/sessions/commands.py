@@ -8,6 +8,7 @@ they are found by it and ended with the command.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -20,10 +21,17 @@ from typing import IO
 
 from tracer.format.redaction import redact_values
 
-__all__ = ["Ended", "end_stragglers", "run_command"]
+__all__ = ["Ended", "end_stragglers", "run_command", "sets_variable"]
 
 _GRACE_SECONDS = 5.0
 _PROCESSES = Path("/proc")
+
+
+def sets_variable(command: str, name: str) -> bool:
+    """Whether a shell command gives a variable a value of its own (``NAME=1 run``, ``env NAME=1 run``, ``export NAME=1``) or takes it
+    away, so that what is set for the command does not arrive. A value made of the variable itself (``NAME=${NAME:-1}``) does."""
+    own = rf"(?<![\w.$-]){name}\+?=(?!['\"]?\$(?:{name}\b|\{{{name}\b))"
+    return re.search(rf"{own}|\bunset\s[^;&|]*\b{name}\b|(?:-u\s*|--unset[= ]){name}\b", command) is not None
 
 
 @dataclass(frozen=True)

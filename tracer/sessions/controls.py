@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -38,7 +38,7 @@ from tracer.read.findings import BoundaryOutcome, DiffResult, Verdict
 from tracer.read.floor import parse_tolerance
 from tracer.read.logical import LogicalTrace
 from tracer.sessions.archive import Archive, Run, RunStatus, locked, write_state
-from tracer.sessions.commands import run_command
+from tracer.sessions.commands import run_command, sets_variable
 from tracer.sessions.frozen import look_at
 
 __all__ = ["ControlResult", "Controls", "Effect", "Variant", "VariantResult", "load_controls", "preview", "run_controls", "template_names"]
@@ -130,6 +130,8 @@ def load_controls(source: str) -> Controls:
         ) from error  # fmt: skip
     for name, variant in controls.variants.items():
         _check_variant(source, name, variant, controls.environment)
+        _check_reach(source, f"variants.{name}.environment", controls.command, variant.environment)
+    _check_reach(source, "environment", controls.command, (*controls.environment, "TRACER_OUT"))
     if controls.tolerance and parse_tolerance(controls.tolerance).ulps:
         raise UsageError(
             Code.CONTROLS_INVALID, "nothing is dumped here, and ulps need the bytes", where=f"{source}: tolerance",
@@ -184,6 +186,18 @@ def _check_variant(source: str, name: str, variant: Variant, everywhere: Mapping
             Code.CONTROLS_INVALID, "a variant's name becomes a folder's", where=f"{source}: variants", expected="letters, digits, - and _",
             found=repr(name), remedy=f"choose another name ({_BASE} is taken)",
         )  # fmt: skip
+
+
+def _check_reach(source: str, key: str, command: str, names: Iterable[str]) -> None:
+    """Refuse a variable that the command sets itself: its value never arrives, and reads as "no effect"."""
+    for name in names:
+        if sets_variable(command, name):
+            raise UsageError(
+                Code.CONTROLS_INVALID, f"the command sets {name} itself, so that another value does not arrive", where=f"{source}: {key}",
+                expected=f"a command that leaves {name} alone", found=redact_command(command),
+                remedy=f"take {name}= out of the command"
+                + ("" if name == "TRACER_OUT" else f" and write it under environment: {{{name}: ...}}"),
+            )  # fmt: skip
 
 
 def preview(controls: Controls) -> list[str]:
