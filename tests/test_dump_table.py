@@ -94,8 +94,10 @@ def test_the_plan_gives_the_roles() -> None:
 def test_kinds_of_nonfinite_values_are_told_per_row() -> None:
     """NaN, inf and -inf are kinds of their own, by place; payloads of NaN and finite values do not count."""
     a, b = Side(), Side()
-    for row, (x, y) in enumerate([(np.inf, np.inf), (np.inf, -np.inf), (np.nan, np.inf), (np.nan, np.nan), (1.0, 2.0), (1.0, np.nan)]):
-        a.values[NAME].rows[row, 7], b.values[NAME].rows[row, 7] = x, y
+    for row, (value_a, value_b) in enumerate(
+        [(np.inf, np.inf), (np.inf, -np.inf), (np.nan, np.inf), (np.nan, np.nan), (1.0, 2.0), (1.0, np.nan)]
+    ):
+        a.values[NAME].rows[row, 7], b.values[NAME].rows[row, 7] = value_a, value_b
     a.values[NAME].rows[0, 3] = 1.5
     b.values[NAME].rows[3:4].view(np.uint32)[0, 7] ^= 1
     x, y = a.trace(), b.trace()

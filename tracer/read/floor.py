@@ -162,7 +162,9 @@ class Floors:
         pairs = pairs[comparison.holds_nonfinite(pairs)]
         if not len(pairs):
             return pairs
-        return pairs[~np.array(comparison.of_rows(pairs, self.row_kinds(comparison.name), False))]
+        shown = np.array(comparison.of_rows(pairs, self.row_kinds(comparison.name), False), np.bool_)
+        left: npt.NDArray[np.int64] = pairs[~shown]
+        return left
 
 
 def large_floors(floors: Floors, catalogue: Iterable[Boundary]) -> list[tuple[str, float]]:
