@@ -346,7 +346,8 @@ def test_two_workers_on_one_session(recorded: Path, tmp_path: Path) -> None:
     session = Bisection.start(tmp_path / "s", session_of(recorded))
     session.next()
     with locked(tmp_path / "s"):
-        for call in (session.run, session.reset, lambda: session.skip("embedding")):
+        calls: list[Callable[[], object]] = [session.run, session.reset, lambda: session.skip("embedding")]
+        for call in calls:
             with pytest.raises(UsageError) as error:
                 call()
             assert error.value.code is Code.SESSION_BUSY

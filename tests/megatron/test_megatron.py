@@ -307,6 +307,6 @@ def test_trainer_scores_of_every_layout(runs: Path) -> None:
             assert mine.logits is not None
             assert theirs.logits is not None
             np.testing.assert_allclose(mine.logits.value_LV, theirs.logits.value_LV, atol=10 * tolerance)
-            likely = [record.scores[ScoreName.C0].argmax_R for record in (mine, theirs)]
+            likely = [ids for record in (mine, theirs) if (ids := record.scores[ScoreName.C0].argmax_R) is not None]
             assert name == "collected_tp2_sp" or np.array_equal(likely[0], likely[1])
     assert "pipeline parallelism" in (runs / "collected_pp2-0.txt").read_text()
