@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.material import dumped
 from tests.sides import Side
 from tracer.read.choices import ChoiceReport, describe_choices, scores_of_rows, ulps_between
 from tracer.read.compare import compare_boundary
@@ -99,3 +100,22 @@ def test_without_scores_the_gap_is_unknown() -> None:
     for side in wide:
         side.values[SCORES].rows = np.pad(side.values[SCORES].rows, ((0, 0), (0, 12)))
     assert "20 scores per row" in described(*wide).text()
+
+
+def test_more_scores_than_a_sketch_holds_come_from_dumps() -> None:
+    """Of a router with more experts than a sketch tells apart, dumped scores give the same gap; without those of the token there is none."""
+    a, b = pair([0, 0, 9, 0, 0, 4, 4, 0])
+    for side, row in ((a, [2, 5]), (b, [2, 19])):
+        side.values[SCORES].rows = np.pad(side.values[SCORES].rows, ((0, 0), (0, 12)))
+        side.values[SCORES].rows[side.at("s1:1"), 19] = np.float32(4) - np.float32(2**-21)
+        side.values[SCORES].rows[side.at("s1:1"), 6] = 0
+        chosen(side, "s1:1", row)
+    x, y = a.trace(), b.trace()
+    tokens = pair_sides(x, y).tokens
+    choice, by = (compare_boundary(x.boundaries[name], y.boundaries[name], tokens) for name in (IDS, SCORES))
+    report = describe_choices(choice, by, (dumped(a, x, SCORES), dumped(b, y, SCORES)))
+    assert report is not None
+    assert (report.tokens, report.ties, report.largest_gap_ulps, report.not_top_a, report.not_top_b) == (1, 0, 1.0, 0, 1)
+    other = describe_choices(choice, by, (dumped(a, x, SCORES), dumped(b, y, SCORES, ["s0:1"])))
+    assert other is not None
+    assert "were not dumped" in other.unknown
