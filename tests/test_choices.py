@@ -103,7 +103,7 @@ def test_without_scores_the_gap_is_unknown() -> None:
 
 
 def test_more_scores_than_a_sketch_holds_come_from_dumps() -> None:
-    """Of a router with more experts than a sketch tells apart, dumped scores give the same gap; without those of the token there is none."""
+    """Dumped scores of a router with more experts than a sketch tells apart give the same gap; without those of the token there is none."""
     a, b = pair([0, 0, 9, 0, 0, 4, 4, 0])
     for side, row in ((a, [2, 5]), (b, [2, 19])):
         side.values[SCORES].rows = np.pad(side.values[SCORES].rows, ((0, 0), (0, 12)))
