@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import msgspec
 import xxhash
@@ -29,6 +30,7 @@ ROW_AXES = ("b", "s", "t", "e")
 _LAYOUT_PART = re.compile(r"\([a-z]\w*(?: [a-z]\w*)*\)|[a-z]\w*|1")
 
 
+@cache
 def layout_axes(layout: str) -> tuple[tuple[str, ...], ...] | None:
     """Axes of every dimension of a layout, outer first: ``b s (h d)`` gives (b), (s), (h, d); ``1`` is an empty
     dimension. None where the text is no layout."""
