@@ -234,6 +234,18 @@ def test_what_happens_to_logits_behind_the_projection_is_seen(how: str, plain: P
     assert result.first.boundary == "lm_head"
 
 
+def test_a_hook_added_to_the_model_inside_the_trace_is_seen_too(plain: Path, tmp_path: Path) -> None:
+    """What a hook returns that is registered after the trace began is what the trace holds."""
+    changed = make_model("llama", num_hidden_layers=2)
+    with torch.no_grad(), tracer.trace(changed, out=tmp_path / "changed", level=2, strict=True):
+        BEHIND_THE_PROJECTION["a hook of the model"](changed)
+        changed(IDS)
+    result = diff_traces(plain, tmp_path / "changed")
+    assert result.exit == 1
+    assert result.first is not None
+    assert result.first.boundary == "lm_head"
+
+
 def test_the_map_of_another_class_is_refused_before_anything_runs(tmp_path: Path) -> None:
     """A map that would resolve and mean something else is a typed error with the fitting map; nothing is made or hooked."""
     model = make_model("mistral", num_hidden_layers=1)

@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -73,6 +74,7 @@ class Trace:
         self._incomplete = ""
         self._refusal: TracerError | None = None
         self._depth = 0
+        self._last_hooks: tuple[int, ...] = ()
         self._thread = 0
         """Runs the forward that has begun last."""
         self._lock = threading.Lock()
@@ -289,15 +291,20 @@ class Trace:
         stack.callback(register_optimizer_step_post_hook(self._optimizer_stepped).remove)
         stack.callback(root.register_forward_pre_hook(self._root_begins, with_kwargs=True, prepend=True).remove)
         self._intervene(stack, [entry for entry in self._interventions if isinstance(entry, Nudge)])
+        last = []
         for (module, before), watch in _watches(self._recorder.readers, self._modules):
             if before:
                 stack.callback(module.register_forward_pre_hook(self._hook_before(watch), with_kwargs=True).remove)
             else:
-                stack.callback(module.register_forward_hook(self._hook_after(watch), with_kwargs=True).remove)
+                handle = module.register_forward_hook(self._hook_after(watch), with_kwargs=True)
+                stack.callback(handle.remove)
+                last += [handle.id] if module is root else []
         taps = [reader.source for reader in self._recorder.readers if reader.source.tap]
         stack.enter_context(self._host.taps(taps, self._tapped))
         self._intervene(stack, [entry for entry in self._interventions if not isinstance(entry, Nudge)])
-        stack.callback(root.register_forward_hook(self._root_ends, with_kwargs=True, always_call=True).remove)
+        ends = root.register_forward_hook(self._root_ends, with_kwargs=True, always_call=True)
+        stack.callback(ends.remove)
+        self._last_hooks = (*last, ends.id)
 
     def _intervene(self, stack: ExitStack, interventions: Iterable[Intervention]) -> None:
         """Hooks of interventions. A nudge comes before what records the boundary, what replaces values after it."""
@@ -349,7 +356,14 @@ class Trace:
         if self._depth > 1:
             return
         self._error_before = sys.exc_info()[1]
+        self._guarded(self._stay_last, module._forward_hooks)
         self._guarded(self._begin, args, kwargs)
+
+    def _stay_last(self, hooks: OrderedDict[int, Callable[..., Any]]) -> None:
+        """Behind hooks that others put on the root since: what those return is what the model returns."""
+        if next(reversed(hooks), None) != self._last_hooks[-1]:
+            for hook in self._last_hooks:
+                hooks.move_to_end(hook)
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = self._options.sequences
