@@ -16,6 +16,7 @@ from tests.tiny_models import class_name, make_ids, make_model
 from tracer.read.logical import LogicalTrace
 from tracer.record.boundaries import Plan, Source, resolve
 from tracer.record.boundary_maps import map_for_root_class
+from tracer.record.map_entries import BoundaryMap
 
 __all__ = ["HOST", "Run", "plan_of", "run_of", "tiny"]
 
@@ -85,6 +86,10 @@ def run_of(family: str) -> Run:
 
 def plan_of(family: str, level: int = 2) -> Plan:
     """The packaged map of the family's class, resolved against the tiny model."""
-    model = tiny(family)
+    return plan_for(map_for_root_class(class_name(family), HOST), tiny(family), level)
+
+
+def plan_for(boundary_map: BoundaryMap, model: torch.nn.Module, level: int = 2) -> Plan:
+    """A map resolved against a transformers model."""
     modules = {path: type(module).__name__ for path, module in model.named_modules(remove_duplicate=False)}
-    return resolve(map_for_root_class(class_name(family), HOST), HOST, modules, level=level)
+    return resolve(boundary_map, HOST, modules, level=level)

@@ -13,7 +13,7 @@ import transformers
 import yaml
 from einops import rearrange
 
-from tests.family_runs import HOST, plan_of, run_of, tiny
+from tests.family_runs import HOST, plan_for, plan_of, run_of, tiny
 from tests.test_vision_language import NAMES
 from tests.tiny_models import FAMILIES, class_name, make_ids, make_model
 from tracer.errors import Code, MapError
@@ -231,8 +231,7 @@ def test_deepseek_layers_are_dense_then_mixture() -> None:
 def test_deepseek_without_a_query_latent() -> None:
     """Without a query latent the query projection stands alone and the latent boundaries are no part of the layer."""
     model = make_model("deepseek_v3", q_lora_rank=None)
-    modules = {path: type(module).__name__ for path, module in model.named_modules()}
-    plan = resolve(load_boundary_map("deepseek_v3"), HOST, modules, level=2)
+    plan = plan_for(load_boundary_map("deepseek_v3"), model)
     assert plan.unresolved == ()
     found = {boundary.name: boundary for boundary in plan.boundaries}
     assert found["layers.0.attn.q"].source == "model.layers.0.self_attn.q_proj output"
@@ -244,8 +243,7 @@ def test_qwen3_next_with_experts() -> None:
     """With experts the family has the mixture's boundaries and the gated shared expert in every layer."""
     sizes: dict[str, Any] = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
     model = make_model("qwen3_next", num_experts=8, num_experts_per_tok=2, **sizes)
-    modules = {path: type(module).__name__ for path, module in model.named_modules()}
-    plan = resolve(load_boundary_map("qwen3_next"), HOST, modules, level=2)
+    plan = plan_for(load_boundary_map("qwen3_next"), model)
     assert plan.unresolved == ()
     names = {boundary.name for boundary in plan.boundaries}
     assert {"layers.0.linear_attn.core", "layers.0.moe.shared_gate", "layers.1.attn.gated", "layers.1.moe.combine"} <= names
@@ -255,8 +253,7 @@ def test_qwen3_next_with_experts() -> None:
 def test_glm_without_norms_of_q_and_k() -> None:
     """Sizes of the family without q and k norms lack those boundaries, and rope reads the projections."""
     model = make_model("glm4_moe", use_qk_norm=False)
-    modules = {path: type(module).__name__ for path, module in model.named_modules()}
-    plan = resolve(load_boundary_map("glm4_moe"), HOST, modules, level=2)
+    plan = plan_for(load_boundary_map("glm4_moe"), model)
     assert plan.unresolved == ()
     found = {boundary.name: boundary for boundary in plan.boundaries}
     assert "layers.1.attn.q_norm" not in found
@@ -440,8 +437,7 @@ def test_the_maps_of_the_how_to_work(tmp_path: Path) -> None:
         maps.append(load_boundary_map(str(tmp_path / f"{number}.yaml")))
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
     model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**sizes, pad_token_id=0))  # type: ignore[arg-type]
-    modules = {path: type(module).__name__ for path, module in model.named_modules()}
-    plan = resolve(maps[1], HOST, modules, level=2)
+    plan = plan_for(maps[1], model)
     assert plan.unresolved == ()
     assert {source.split for source in plan.sources if source.boundary == "layers.1.attn.k"} == {
         ("layers.1.attn.q", "layers.1.attn.k", "layers.1.attn.v")
