@@ -102,10 +102,9 @@ def pick_leaf(
     another fits ``output[0]`` both times. With ``none_is_fine`` a leaf that is None is the answer None.
 
     Raises CaptureError (leaf-not-tensor), saying what was found at the first alternative that exists."""
-    path = _path_taken(paths, args, kwargs, output, dimensions)
-    if path is not None:
-        value: torch.Tensor = _at(path, args, kwargs, output)
-        return value
+    taken = _taken(paths, args, kwargs, output, dimensions)
+    if taken is not None:
+        return taken[1]
     found = next((value for value in (_at(path, args, kwargs, output) for path in paths) if value is not _MISSING), _MISSING)
     if found is None and none_is_fine:
         return None
@@ -113,16 +112,16 @@ def pick_leaf(
     raise CaptureError(Code.LEAF_NOT_TENSOR, what, where="|".join(path.text for path in paths))
 
 
-def _path_taken(
+def _taken(
     paths: Sequence[LeafPath], args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any, dimensions: int
-) -> LeafPath | None:
+) -> tuple[LeafPath, torch.Tensor] | None:
     first = None
     for path in paths:
         value = _at(path, args, kwargs, output)
         if isinstance(value, torch.Tensor):
             if len(paths) == 1 or value.dim() == dimensions:
-                return path
-            first = first or path
+                return path, value
+            first = first or (path, value)
     return first
 
 
@@ -155,8 +154,9 @@ def put_leaf(
 
     Raises CaptureError (leaf-not-tensor) where there is no such leaf."""
     pick_leaf(paths, args, kwargs, output)
-    path = _path_taken(paths, args, kwargs, output, dimensions)
-    assert path is not None  # else the line above has raised
+    taken = _taken(paths, args, kwargs, output, dimensions)
+    assert taken is not None  # else the line above has raised
+    path = taken[0]
     if path.root is LeafRoot.OUTPUT:
         return args, dict(kwargs), _with(output, path.steps, value)
     if path.root is LeafRoot.INPUT:
